@@ -1,0 +1,383 @@
+"""Where the data plane keeps its files: whole objects under keys, on a file system or in an S3 bucket."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow.fs
+
+TEMPORARY_PREFIX = ".tmp-"
+"""File names that begin so are objects being written: never listed, and skipped by pyarrow.dataset."""
+CONNECT_TIMEOUT_S = 10
+READ_TIMEOUT_S = 60
+CONFLICT_RETRIES = 5
+
+
+class ObjectStore(ABC):
+    """Objects under '/'-joined relative keys. An object is visible whole or not at all, whichever back end holds it.
+
+    Pickles as its url, so it may travel to any process. Methods block: call them from a thread in async code. A store
+    that cannot be reached raises OSError. What survives is the death of a process, not of the machine (no fsync).
+    """
+
+    url: str
+    """``file:///absolute/path`` or ``s3://bucket/prefix``, without a slash at the end."""
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str]) -> ObjectStore:
+        """The store at ``url``: ``file:///path``, ``s3://bucket/prefix`` or a plain path (made absolute).
+
+        Nothing is read or written (`check_writable` does). Raises ValueError for any other scheme.
+        """
+        text = os.fspath(url)
+        scheme, separator, rest = text.partition("://")
+        if not separator:
+            if not text:
+                raise ValueError("store: '' is not allowed: give a path, file:///path or s3://bucket/prefix")
+            return LocalObjectStore(os.path.abspath(os.path.expanduser(text)))
+        if scheme == "file":
+            if not rest.startswith("/"):
+                raise ValueError(f"store: {text!r} must name an absolute path: file:///path, with three slashes")
+            return LocalObjectStore(os.path.abspath(rest))
+        if scheme == "s3":
+            bucket, _, prefix = rest.partition("/")
+            if not bucket:
+                raise ValueError(f"store: {text!r} names no bucket: s3://bucket/prefix")
+            return S3ObjectStore(bucket, prefix.strip("/"))
+        raise ValueError(f"store: scheme {scheme!r} in {text!r}; allowed: file:///path, s3://bucket/prefix or a path")
+
+    def check_writable(self) -> None:
+        """Create and delete one small object. Raises ValueError naming the url, the cause and the remedy."""
+        key = f"writable-{uuid.uuid4().hex}"
+        try:
+            self.create(key, b"")
+            self.delete(key)
+        except OSError as error:
+            raise ValueError(f"store: {self.url!r} cannot be written ({error}); {self._remedy}") from error
+
+    @abstractmethod
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Write or replace an object, atomically: readers see the old one or the new one."""
+
+    @abstractmethod
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        """Write an object unless its key is taken, atomically against every other writer; False when it is taken."""
+
+    @abstractmethod
+    def adopt(self, key: str, source: Path) -> None:
+        """Like `put`, for a local file that this call takes away (renamed on the same file system, else uploaded)."""
+
+    @abstractmethod
+    def staging(self, key: str) -> Path:
+        """A fresh local path, its folder made, to write a large file at before `adopt`; nobody else sees it."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes:
+        """The object's bytes. Raises KeyError when there is none."""
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Bytes. Raises KeyError when there is none."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove an object; no-op when there is none."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> list[str]:
+        """Sorted keys under the folder ``prefix`` (whole path segments), at any depth; [] when there are none."""
+
+    @abstractmethod
+    def arrow(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        """pyarrow's file system for this store and the base path in it: an object lies at ``base + '/' + key``."""
+
+    @abstractmethod
+    def local_path(self, key: str) -> Path | None:
+        """The object's path on file://, whether it exists or not; None on s3://."""
+
+    @property
+    @abstractmethod
+    def _remedy(self) -> str: ...
+
+    def exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except KeyError:
+            return False
+        return True
+
+    def put_json(self, key: str, value: Any) -> None:
+        self.put(key, encode_json(value))
+
+    def get_json(self, key: str) -> Any:
+        """Raises KeyError when there is no such object, ValueError when it is not JSON."""
+        return json.loads(self.get(key))
+
+    def uri(self, key: str) -> str:
+        """Full url of a key, as it is written here (nothing is percent-encoded)."""
+        return f"{self.url}/{checked_key(key)}"
+
+    def sub(self, prefix: str) -> ObjectStore:
+        """The same store, seen from a folder of it."""
+        return ObjectStore.open(self.uri(prefix))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectStore.open, (self.url,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectStore) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def __repr__(self) -> str:
+        return f"ObjectStore.open({self.url!r})"
+
+
+class LocalObjectStore(ObjectStore):
+    """A folder. Objects are written beside their final name and renamed (`put`) or hard-linked (`create`) to it."""
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(root)
+        self.url = f"file://{self.root}".rstrip("/")
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        path = self.local_path(key)
+        temporary = self._write_beside(path, data)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        path = self.local_path(key)
+        temporary = self._write_beside(path, data)
+        try:
+            os.link(temporary, path)  # fails when the name is taken; O_EXCL would show a half-written object
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def adopt(self, key: str, source: Path) -> None:
+        path = self.local_path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.replace(source, path)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            temporary = _temporary_beside(path)
+            shutil.copyfile(source, temporary)
+            os.replace(temporary, path)
+            source.unlink()
+
+    def staging(self, key: str) -> Path:
+        path = self.local_path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _temporary_beside(path)
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self.local_path(key).read_bytes()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise KeyError(self.uri(key)) from None
+
+    def size(self, key: str) -> int:
+        path = self.local_path(key)
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise KeyError(self.uri(key)) from None
+        if path.is_dir():
+            raise KeyError(self.uri(key))
+        return status.st_size
+
+    def delete(self, key: str) -> None:
+        self.local_path(key).unlink(missing_ok=True)
+
+    def list(self, prefix: str = "") -> list[str]:
+        folder = self.local_path(prefix) if prefix else self.root
+        return sorted(_walk(str(folder), f"{prefix}/" if prefix else ""))
+
+    def arrow(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        import pyarrow.fs
+
+        return pyarrow.fs.LocalFileSystem(use_mmap=True), str(self.root)
+
+    def local_path(self, key: str) -> Path:
+        return self.root / checked_key(key)
+
+    @property
+    def _remedy(self) -> str:
+        return "choose a folder that this user may write, on a file system with hard links"
+
+    def _write_beside(self, path: Path, data: bytes | memoryview) -> Path:
+        temporary = _temporary_beside(path)
+        try:
+            file = temporary.open("wb", buffering=0)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = temporary.open("wb", buffering=0)
+        try:
+            with file:
+                view = memoryview(data).cast("B")
+                while view:
+                    view = view[file.write(view) :]
+        except BaseException:  # an interrupt, too, leaves nothing behind
+            temporary.unlink(missing_ok=True)
+            raise
+        return temporary
+
+
+class S3ObjectStore(ObjectStore):
+    """A prefix of a bucket, through s3fs. The endpoint is AWS_ENDPOINT_URL (path-style) when set, credentials are the
+    usual AWS variables or files. `create` is a conditional write (If-None-Match), which the service must support."""
+
+    def __init__(self, bucket: str, prefix: str) -> None:
+        self.bucket = bucket
+        self.base = f"{bucket}/{prefix}" if prefix else bucket
+        self.url = f"s3://{self.base}"
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        with self._os_errors():
+            self._fs.pipe_file(self._path(key), bytes(data))
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        for attempt in range(CONFLICT_RETRIES):
+            try:
+                with self._os_errors():
+                    self._fs.pipe_file(self._path(key), bytes(data), mode="create")
+                return True
+            except FileExistsError:
+                return False
+            except OSError as error:
+                # Two conditional writes of one key at once: the service may ask the loser to come again.
+                if "ConditionalRequestConflict" not in repr(error.__cause__) or attempt == CONFLICT_RETRIES - 1:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def adopt(self, key: str, source: Path) -> None:
+        with self._os_errors():
+            self._fs.put_file(str(source), self._path(key))
+        source.unlink()
+
+    def staging(self, key: str) -> Path:
+        checked_key(key)
+        folder = Path(tempfile.gettempdir()) / "rollart-staging"
+        folder.mkdir(parents=True, exist_ok=True)
+        return _temporary_beside(folder / key.rsplit("/", 1)[-1])
+
+    def get(self, key: str) -> bytes:
+        try:
+            with self._os_errors():
+                return self._fs.cat_file(self._path(key))
+        except FileNotFoundError:
+            raise KeyError(self.uri(key)) from None
+
+    def size(self, key: str) -> int:
+        try:
+            with self._os_errors():
+                info = self._fs.info(self._path(key))
+        except FileNotFoundError:
+            raise KeyError(self.uri(key)) from None
+        if info["type"] != "file":
+            raise KeyError(self.uri(key))
+        return int(info["size"])
+
+    def delete(self, key: str) -> None:
+        with self._os_errors():
+            self._fs.rm_file(self._path(key))
+
+    def list(self, prefix: str = "") -> list[str]:
+        folder = self._path(prefix) if prefix else self.base
+        with self._os_errors():
+            paths = self._fs.find(folder)
+        return sorted(path[len(self.base) + 1 :] for path in paths if path.startswith(f"{folder}/"))
+
+    def arrow(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        import pyarrow.fs
+
+        options: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, "request_timeout": READ_TIMEOUT_S}
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        if region:
+            options["region"] = region
+        endpoint = os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint:
+            options["scheme"], _, options["endpoint_override"] = endpoint.rstrip("/").partition("://")
+        return pyarrow.fs.S3FileSystem(**options), self.base
+
+    def local_path(self, key: str) -> Path | None:
+        checked_key(key)
+        return None
+
+    @property
+    def _remedy(self) -> str:
+        return "check that the bucket exists, AWS_ENDPOINT_URL (if any) and the AWS credentials"
+
+    @property
+    def _fs(self) -> Any:
+        import s3fs  # here: it takes half a second, and most stores are folders
+
+        endpoint = os.environ.get("AWS_ENDPOINT_URL")
+        config: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+        if endpoint:
+            config["s3"] = {"addressing_style": "path"}
+        # fsspec keeps one instance per process and options; a cached listing would hide what other processes write.
+        return s3fs.S3FileSystem(endpoint_url=endpoint, config_kwargs=config, use_listings_cache=False)
+
+    def _path(self, key: str) -> str:
+        return f"{self.base}/{checked_key(key)}"
+
+    @contextmanager
+    def _os_errors(self) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            yield
+        except BotoCoreError as error:  # s3fs translates what the service answers, not what keeps it from answering
+            raise OSError(f"{self.url}: {error}") from error
+
+
+def encode_json(value: Any) -> bytes:
+    """Canonical JSON (sorted keys, no NaN), so that equal values are equal objects."""
+    return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+def checked_key(key: str) -> str:
+    """The key itself. ValueError unless it is '/'-joined, relative, and free of '.', '..' and temporary names."""
+    segments = key.split("/")
+    if any(not s or s in (".", "..") or s.startswith(TEMPORARY_PREFIX) or "\\" in s or "\0" in s for s in segments):
+        raise ValueError(
+            f"object key {key!r}: give non-empty segments joined by '/', none of them '.', '..' or {TEMPORARY_PREFIX}*"
+        )
+    return key
+
+
+def _temporary_beside(path: Path) -> Path:
+    return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+
+
+def _walk(folder: str, key_prefix: str) -> Iterator[str]:
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if entry.is_dir():
+            yield from _walk(entry.path, f"{key_prefix}{entry.name}/")
+        elif not entry.name.startswith(TEMPORARY_PREFIX):
+            yield f"{key_prefix}{entry.name}"
