@@ -1,0 +1,60 @@
+# The verbs of the project. `make help` lists them.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export TRAIN_POOL ?= training
+export REWARD_POOL ?= rewards
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export HF_HUB_OFFLINE ?= 1
+export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint bench up down status clean
+
+help: ## List the verbs
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed ## Create the virtual environment and install everything (once)
+
+# A virtual environment needs Python's ensurepip, which Debian and Ubuntu ship as a package of its own.
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "Python's venv module is not installed; installing python3-venv"; \
+	  if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq python3-venv; \
+	  else echo "run: sudo apt-get install python3-venv"; exit 1; fi; }
+	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null || echo "note: bubblewrap is not installed; untrusted code runs in the next best sandbox (sudo apt-get install bubblewrap)"; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "installing packages (about 2 GB, some minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+quickstart: setup ## Train a tiny policy on four task families (about 5 to 8 minutes on two cores)
+	@$(BIN)/python -m flows.train examples/quickstart/run.yaml $(ARGS)
+
+test: setup lint ## Check style, types and imports, and run all tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## Style, types and import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright --warnings >/tmp/rollart-pyright.$$$$ 2>&1 || { cat /tmp/rollart-pyright.$$$$; rm -f /tmp/rollart-pyright.$$$$; exit 1; }; rm -f /tmp/rollart-pyright.$$$$
+	@$(BIN)/lint-imports --no-cache
+
+bench: setup ## Run one benchmark: make bench NAME=engine
+	@test -n "$(NAME)" || { echo "name a benchmark: make bench NAME=..., one of:"; ls benchmarks/*.py | xargs -n1 basename | grep -vE '__init__|record' | sed 's/\.py//; s/^/  /'; exit 1; }
+	@$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
+
+up: setup ## Start a standing local stack: Prefect server, reward worker, Dask cluster
+	@$(BIN)/python -m resources.pools.local_stack up $(ARGS)
+
+down: setup ## End the standing local stack
+	@$(BIN)/python -m resources.pools.local_stack down
+
+status: setup ## Say what the standing local stack runs
+	@$(BIN)/python -m resources.pools.local_stack status
+
+clean: ## Remove the virtual environment (runs and stores stay)
+	rm -rf $(VENV)

@@ -1,0 +1,48 @@
+"""Stage 7, record: metrics, artifacts and, last, the iteration's manifest."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_table_artifact
+
+from resources.pools.actors import call_sync
+from resources.pools.registry import lookup
+from resources.runs import RunRef, write_iteration
+from resources.telemetry.metrics import finite, write_metrics
+from tasks.record.table import family_table
+
+ANSWER_S = 60.0
+
+
+@task(name="record", tags=["pool:control"])
+def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[str]) -> dict[str, Any]:
+    """Write what iteration ``version`` measured. Returns the metrics row.
+
+    The manifest moves last: once it lies there, a resume starts behind this iteration.
+    """
+    actors = lookup(run.run_id)
+    stats = call_sync(actors.queue, "stats", timeout_s=ANSWER_S)
+    logger = get_run_logger()
+    # Actors have no flow run to log to: they keep bounded records, which are logged here.
+    for line in stats.pop("log_records", []):
+        logger.warning("%s", line)
+    row = {"iteration": version, "recorded_at": time.time(), **metrics, "queue": stats}
+    write_metrics(run.folder(), version, row)
+    create_table_artifact(
+        key=f"families-{run.run_id}", table=family_table(row, families), description=f"Iteration {version} by task family"
+    )
+    write_iteration(
+        run,
+        version,
+        {
+            "version": version + 1,
+            "batch": f"batches/{version:06d}.json",
+            "checkpoint": f"checkpoints/v{version + 1:06d}",
+            "queue_state": finite(call_sync(actors.queue, "snapshot", timeout_s=ANSWER_S)),
+        },
+    )
+    call_sync(actors.learner, "prune", [version + 1], timeout_s=ANSWER_S)
+    return row

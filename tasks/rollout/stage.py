@@ -1,0 +1,32 @@
+"""Stage 1, collect: wait until the group queue holds the iteration's batch, and write its manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import get_run_logger, task
+
+from resources.pools.actors import call_sync
+from resources.pools.registry import lookup
+from resources.rollout.messages import Batch
+from resources.runs import RunRef
+from resources.trajectories.batch import write_batch
+
+GRACE_S = 30.0
+"""The queue answers within the stage's timeout; this much more is granted to the call itself."""
+
+
+@task(name="collect", tags=["pool:control"])
+def collect(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
+    """Batch ``version``: complete, scored groups within the staleness bound. Returns its metrics.
+
+    Raises DeadlineExceeded after ``timeout_s`` seconds, naming what is missing.
+    """
+    batch: Batch = call_sync(
+        lookup(run.run_id).queue, "collect", version, timeout_s=timeout_s + GRACE_S, collect_timeout_s=timeout_s
+    )
+    write_batch(run.root(), batch)
+    get_run_logger().info(
+        "batch %d: %d groups, %d trajectories", version, len(batch.groups), sum(len(group.members) for group in batch.groups)
+    )
+    return batch.counters

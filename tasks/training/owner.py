@@ -1,0 +1,89 @@
+"""The learner's owner: one actor on the learner class that holds weights and optimizer between iterations."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from resources.runs import RunRef
+from resources.trajectories.batch import read_batch
+from resources.trajectories.store import read_trajectories
+from resources.weights.store import WeightStore
+from tasks.training.config import TrainingConfig
+from tasks.training.rows import training_rows
+
+
+class LearnerActor:
+    """Synchronous methods: they run one at a time, on the actor thread of the Dask worker that hosts it."""
+
+    def __init__(
+        self,
+        run: dict[str, Any],
+        config: dict[str, Any],
+        model_directory: str,
+        seed: int,
+        num_updates: int,
+        device: str = "cpu",
+        threads: int = 1,
+        resume_version: int | None = None,
+        checkpoint_keep: int = 2,
+    ) -> None:
+        from tasks.training.learner import Learner
+
+        self.run = RunRef.model_validate(run)
+        self.folder = self.run.folder()
+        self.weights = WeightStore(self.run.root(), self.run.run_id)
+        self.checkpoint_keep = checkpoint_keep
+        self.learner = Learner(
+            model_directory,
+            TrainingConfig.model_validate(config),
+            seed=seed,
+            device=device,
+            threads=threads,
+            total_updates=num_updates,
+        )
+        self.version = 0
+        if resume_version is not None:
+            self.learner.restore(self.folder, self._checkpoint(resume_version))
+            self.version = resume_version
+
+    @staticmethod
+    def _checkpoint(version: int) -> str:
+        return f"checkpoints/v{version:06d}"
+
+    def update(self, version: int) -> dict[str, Any]:
+        """Train on batch ``version``; the learner then holds version + 1. Returns the update's metrics.
+
+        A repeated call for a batch that is already trained is refused: a batch is trained exactly once.
+        """
+        if version != self.version:
+            raise ValueError(f"the learner holds version {self.version}; batch {version} is not the next one to train on")
+        started = time.perf_counter()
+        batch = read_batch(self.run.root(), self.run.run_id, version)
+        members = [member for group in batch.groups for member in group.members]
+        rows = training_rows(batch, read_trajectories(self.folder, [member.ref for member in members]))
+        read_s = time.perf_counter() - started
+        report = self.learner.update(rows, version)
+        self.version = version + 1
+        return {**report.metrics, "time/read_batch_s": read_s, "time/update_s": time.perf_counter() - started}
+
+    def publish(self) -> dict[str, Any]:
+        """Write the weights of the version held, then the checkpoint that a resume starts from. Idempotent."""
+        started = time.perf_counter()
+        manifest = self.weights.publish(self.version, self.learner.tensors(), files=self.learner.files())
+        published_s = time.perf_counter() - started
+        self.learner.save(self.folder, self._checkpoint(self.version))
+        return {
+            "version": self.version,
+            "num_bytes": manifest.num_bytes,
+            "publish_s": published_s,
+            "checkpoint_s": time.perf_counter() - started - published_s,
+        }
+
+    def prune(self, protected: list[int]) -> None:
+        """Drop weight versions and checkpoints beyond the newest few; what a manifest still needs is protected."""
+        self.weights.prune(self.checkpoint_keep, set(protected))
+        for key in self.folder.list("checkpoints/"):
+            version = int(key.split("/")[1].removeprefix("v"))
+            if version <= self.version - self.checkpoint_keep and version not in protected:
+                self.folder.delete(key)

@@ -1,0 +1,61 @@
+"""Stages 3 to 6, the weight sync: publish, then suspend, load and resume (RollArt, arXiv 2512.22560, section 6.2)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from prefect import get_run_logger, task
+
+from resources.engines.base import LoadReport
+from resources.pools.actors import call, call_sync
+from resources.pools.registry import lookup
+from resources.runs import RunRef
+
+
+@task(name="publish", tags=["pool:learner"])
+def publish(run: RunRef, timeout_s: float) -> dict[str, Any]:
+    """Write the learner's version to the weight store; engines prefetch it while they still serve the one before."""
+    actors = lookup(run.run_id)
+    report = call_sync(actors.learner, "publish", timeout_s=timeout_s)
+    asyncio.run(_on_all(actors.engine_handles(), "prefetch", report["version"], timeout_s=timeout_s))
+    return report
+
+
+@task(name="switch-weights", tags=["pool:control"])
+def switch_weights(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
+    """Every engine stops at its next decode step, switches to ``version`` and goes on; nothing that runs is lost.
+
+    The gate learns of the new version between load and resume, so that whatever it evicts never generates again, and
+    so that no generation of the next batch starts under the old weights.
+    """
+    actors = lookup(run.run_id)
+    reports, suspended_s = asyncio.run(_switch(actors.engine_handles(), actors.queue, version, timeout_s))
+    get_run_logger().info("version %d is loaded on %d engines in %.3f s", version, len(reports), suspended_s)
+    return {
+        "weights/exposed_s": suspended_s,
+        "weights/load_s": max(report.exposed_s for report in reports),
+        "weights/total_s": max(report.total_s for report in reports),
+        "weights/recomputed_tokens": sum(report.recomputed_tokens for report in reports),
+    }
+
+
+async def _switch(engines: list[Any], queue: Any, version: int, timeout_s: float) -> tuple[list[LoadReport], float]:
+    started = time.perf_counter()
+    await _on_all(engines, "suspend", timeout_s=timeout_s)
+    try:
+        reports = await _on_all(engines, "load", version, timeout_s=timeout_s)
+        await asyncio.wait_for(call(queue, "version_loaded", version), timeout_s)
+    finally:
+        # A load that failed leaves the old weights in place: engines go on with them while the run is being ended.
+        await _on_all(engines, "resume", timeout_s=timeout_s)
+    return reports, time.perf_counter() - started
+
+
+async def _on_all(engines: list[Any], method: str, *args: Any, timeout_s: float) -> list[Any]:
+    """The same call on every engine at once. Raises TimeoutError naming the method when one does not answer."""
+    try:
+        return await asyncio.wait_for(asyncio.gather(*(call(engine, method, *args) for engine in engines)), timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(f"{len(engines)} engines: {method}() was not answered by all within {timeout_s:g} s") from error
