@@ -96,7 +96,10 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[str]:
-        """Sorted keys under the folder ``prefix`` (whole path segments), at any depth; [] when there are none."""
+        """Sorted keys under the folder ``prefix``, at any depth; [] when there are none.
+
+        Whole path segments count, with or without a slash at the end: ``a`` lists ``a/x`` and not ``ab/x``.
+        """
 
     @abstractmethod
     def arrow(self) -> tuple[pyarrow.fs.FileSystem, str]:
@@ -210,6 +213,7 @@ class LocalObjectStore(ObjectStore):
         self.local_path(key).unlink(missing_ok=True)
 
     def list(self, prefix: str = "") -> list[str]:
+        prefix = prefix.rstrip("/")
         folder = self.local_path(prefix) if prefix else self.root
         return sorted(_walk(str(folder), f"{prefix}/" if prefix else ""))
 
@@ -303,7 +307,7 @@ class S3ObjectStore(ObjectStore):
             self._fs.rm_file(self._path(key))
 
     def list(self, prefix: str = "") -> list[str]:
-        folder = self._path(prefix) if prefix else self.base
+        folder = self._path(prefix.rstrip("/")) if prefix else self.base
         with self._os_errors():
             paths = self._fs.find(folder)
         return sorted(path[len(self.base) + 1 :] for path in paths if path.startswith(f"{folder}/"))

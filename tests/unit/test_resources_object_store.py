@@ -73,7 +73,7 @@ def test_delete_removes_and_ignores_what_is_not_there(store: ObjectStore) -> Non
 def test_list_is_sorted_recursive_and_by_folder(store: ObjectStore) -> None:
     for key in ("runs/b/2", "runs/b/1", "runs/a/deep/x", "runs/bb/3", "other"):
         store.put(key, b"")
-    assert store.list("runs/b") == ["runs/b/1", "runs/b/2"]
+    assert store.list("runs/b") == store.list("runs/b/") == ["runs/b/1", "runs/b/2"]
     assert store.list("runs") == ["runs/a/deep/x", "runs/b/1", "runs/b/2", "runs/bb/3"]
     assert store.list() == ["other", "runs/a/deep/x", "runs/b/1", "runs/b/2", "runs/bb/3"]
     assert store.list("absent") == []
