@@ -1,0 +1,66 @@
+"""Is this a model directory that engines and the learner can use, and which of its files travel with every version?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+_REMEDY = (
+    "give policy.model_directory the path of a Hugging Face directory (config.json, *.safetensors, tokenizer files), "
+    "or leave it out to create a tiny policy"
+)
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+_LARGEST_FILE_BYTES = 64 * 2**20
+
+
+def read_model_config(directory: str | Path) -> dict[str, Any]:
+    """The directory's ``config.json``. Raises ValueError, with the path and the remedy, unless the directory exists, is
+    readable and holds an architecture that engines support."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"model directory {str(directory)!r} does not exist or is no directory; {_REMEDY}")
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"model directory {str(directory)!r} has no config.json; {_REMEDY}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{str(directory / 'config.json')!r} cannot be read ({error}); {_REMEDY}") from error
+    architectures = config.get("architectures") or ["(none named)"]
+    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"model directory {str(directory)!r} holds a {architectures[0]}; supported architectures are "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}; give policy.model_directory one of those"
+        )
+    return config
+
+
+def check_policy_directory(directory: str | Path) -> None:
+    """Raise ValueError, with the path and the remedy, unless weights and a tokenizer with a chat template are there."""
+    from resources.policy.chat_format import ChatFormat
+
+    directory = Path(directory)
+    read_model_config(directory)
+    if not any(directory.glob("*.safetensors")):
+        raise ValueError(
+            f"model directory {str(directory)!r} has no *.safetensors file; {_REMEDY}. Weights in another format are "
+            "converted with transformers: from_pretrained(...).save_pretrained(...)"
+        )
+    ChatFormat.from_directory(directory)
+
+
+def policy_files(directory: str | Path) -> dict[str, bytes]:
+    """Everything beside the weights (config, generation config, tokenizer, chat template), by file name: what a
+    published version needs so that its own directory loads with `AutoModelForCausalLM` and `AutoTokenizer`."""
+    directory = Path(directory)
+    read_model_config(directory)
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and path.suffix not in _WEIGHT_SUFFIXES
+        and not path.name.endswith(".index.json")
+        and not path.name.startswith((".", "manifest"))
+        and path.stat().st_size <= _LARGEST_FILE_BYTES
+    }
