@@ -60,6 +60,28 @@ class TrajectoryDone:
     num_invalid_actions: int
     truncated: bool
     duration_s: float
+    scorer: str = "environment"
+    scorer_version: str = "1"
+
+
+Stage = Literal["environment", "engine", "store"]
+"""What a running trajectory waits for: its environment, an engine, or the sealing of its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What a rollout worker says to the group queue: what it can carry, and everything new since its last report."""
+
+    worker_id: str
+    capacity: int
+    """Trajectories it may hold at once; the queue subtracts what it has assigned (so reports may cross on the wire)."""
+    done: tuple[TrajectoryDone, ...] = ()
+    sampled: tuple[tuple[str, int], ...] = ()
+    """(trajectory_id, policy version of its first sampled token)."""
+    waiting: tuple[tuple[str, Stage, float], ...] = ()
+    """The longest waits: (trajectory_id, for what, seconds). At most a few."""
+    held: tuple[str, ...] | None = None
+    """After a failed exchange: every trajectory it holds. What the queue assigned beyond these never arrived."""
 
 
 @dataclass(frozen=True, slots=True)

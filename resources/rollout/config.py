@@ -1,0 +1,114 @@
+"""How rollouts are paced, retried, evicted and watched."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Pipeline = Literal["asynchronous", "synchronous"]
+StalePolicy = Literal["evict", "finish_masked"]
+MemberFailurePolicy = Literal["fail_fast", "retry", "minimum_group"]
+
+
+class RolloutConfig(BaseModel):
+    """The rollout service of a run: staleness bound, failure policies, deadlines."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pipeline: Pipeline = "asynchronous"
+    """``synchronous``: no generation starts between "batch complete" and "new weights loaded" (max_staleness 0).
+    ``asynchronous``: rollouts go on while the learner trains (max_staleness >= 1)."""
+    max_staleness: int = Field(1, ge=0)
+    """Largest allowed learner's version minus oldest sampled version of a trained trajectory, in versions."""
+    stale_policy: StalePolicy = "evict"
+    """What happens to a group beyond the bound. ``evict``: cancelled whole, prompt and seed issued again.
+    ``finish_masked``: it goes on, its tokens beyond the bound are masked in the loss, its rewards count."""
+    max_reissues: int = Field(2, ge=0)
+    """How often one prompt may be issued again (after eviction or failure) before it is dropped."""
+    member_failure: MemberFailurePolicy = "minimum_group"
+    """``fail_fast``: one failed member drops its group. ``retry``: a failed member is played again, and drops the group when
+    its retries are used up. ``minimum_group``: as retry, but the group is used when enough members are scored."""
+    max_member_retries: int = Field(2, ge=0)
+    """How often a failed member is played again."""
+    minimum_group: int = Field(2, ge=1)
+    """Scored members with which a group is used under ``member_failure: minimum_group``."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal (no signal) by new prompts instead of handing them to the learner."""
+    max_replaced_groups: int = Field(64, ge=1)
+    """Groups without signal that one family may replace for one batch; beyond it the run ends with that cause."""
+    length_finish: Literal["end_episode", "step"] = "end_episode"
+    """A turn that ran into ``max_new_tokens``: end the episode there (truncated), or give the cut text to the
+    environment and go on."""
+
+    max_concurrent_trajectories: int = Field(512, ge=1)
+    """Trajectories that one rollout worker plays at once."""
+    retry_backoff_s: float = Field(0.2, ge=0)
+    """Pause before a failed member is played again; doubles with each failure in a row of its family, up to 10 s."""
+    breaker_failures: int = Field(16, ge=1)
+    """After so many failures in a row in one family, its new starts are paused as well (an outage waits)."""
+    worker_timeout_s: float = Field(5.0, gt=0)
+    """A rollout worker not heard of for this long is lost: its trajectories are played again elsewhere."""
+    exchange_wait_s: float = Field(1.0, gt=0)
+    """Longest stay of a worker's long poll at the group queue, in seconds; well below ``worker_timeout_s``."""
+    done_window_s: float = Field(0.005, ge=0)
+    """Finished trajectories of so many seconds share one report to the group queue."""
+
+    generate_deadline_s: float = Field(120.0, gt=0)
+    """Longest time one generation may take on one engine, suspensions not counted, in seconds."""
+    suspend_limit_s: float = Field(600.0, gt=0)
+    """Longest suspension of an engine that a waiting request outlives, in seconds."""
+    max_engine_attempts: int = Field(3, ge=1)
+    """Engines that one generation is tried on before it fails."""
+    engine_wait_s: float = Field(60.0, gt=0)
+    """Longest wait for any usable engine when all are lost, in seconds."""
+    engine_cooldown_s: float = Field(5.0, ge=0)
+    """A failed engine is tried again after this pause, in seconds."""
+    engine_poll_s: float = Field(2.0, gt=0)
+    """Longest stay of a proxy's long poll at an engine, in seconds."""
+    exchange_deadline_s: float = Field(30.0, gt=0)
+    """Longest time an engine or the queue may take to answer beyond the stay asked for, in seconds."""
+
+    close_deadline_s: float = Field(10.0, gt=0)
+    """Longest time an environment's `close` may take, in seconds."""
+    score_window_s: float = Field(0.05, ge=0)
+    """Scoring requests of so many seconds share one file of the reward queue."""
+    reward_poll_s: float = Field(0.05, gt=0)
+    """Period at which the group queue looks for reward results, while any are awaited."""
+    score_grace_s: float = Field(60.0, ge=0)
+    """Time a score may take beyond the family's ``score_deadline_s`` (replica start, backlog), in seconds."""
+    seal_bytes: int = Field(4 * 1024 * 1024, ge=1)
+    """Size at which a trajectory file is sealed, in bytes."""
+    seal_after_s: float = Field(0.2, gt=0)
+    """Age at which a trajectory file is sealed, in seconds."""
+    stall_after_s: float = Field(30.0, gt=0)
+    """When nothing was scored for this long, the wait for a batch names what is missing in the log."""
+    stall_limit_s: float = Field(600.0, gt=0)
+    """When nothing was scored for this long, the wait for a batch ends with that message."""
+
+    @model_validator(mode="after")
+    def _pipeline_and_bound_agree(self) -> RolloutConfig:
+        if self.pipeline == "synchronous" and self.max_staleness != 0:
+            raise ValueError(
+                f"rollout.pipeline is 'synchronous', which allows only max_staleness 0, not {self.max_staleness}; "
+                "set rollout.max_staleness to 0, or rollout.pipeline to 'asynchronous'"
+            )
+        if self.pipeline == "asynchronous" and self.max_staleness == 0:
+            raise ValueError(
+                "rollout.max_staleness is 0, which is the synchronous pipeline, but rollout.pipeline is 'asynchronous'; "
+                "set rollout.pipeline to 'synchronous', or rollout.max_staleness to 1 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _waits_fit_together(self) -> RolloutConfig:
+        if self.exchange_wait_s * 2 > self.worker_timeout_s:
+            raise ValueError(
+                f"rollout.exchange_wait_s ({self.exchange_wait_s}) must be at most half of rollout.worker_timeout_s "
+                f"({self.worker_timeout_s}), or live workers would be taken for lost"
+            )
+        if self.stall_limit_s < self.stall_after_s:
+            raise ValueError(
+                f"rollout.stall_limit_s ({self.stall_limit_s}) must not be below rollout.stall_after_s ({self.stall_after_s})"
+            )
+        return self

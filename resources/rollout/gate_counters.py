@@ -1,0 +1,78 @@
+"""What the gate counts: cancelled and evicted work by length and reward, lags of what is trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from resources.rollout.group_state import FamilyState, Group, MemberState
+from resources.rollout.messages import TrajectoryDone
+
+
+def count_cancelled(counts: Counter[str], termination: str, done: TrajectoryDone | None) -> None:
+    """Book one cancelled trajectory: cancelling favours short episodes, so length and reward so far are kept.
+
+    ``done`` is None when it never ran, or when its worker was lost.
+    """
+    counts[f"{termination}.trajectories"] += 1
+    if done is not None:
+        counts[f"{termination}.turns"] += done.num_turns
+        counts[f"{termination}.tokens"] += done.num_tokens
+        counts[f"{termination}.sampled_tokens"] += done.num_sampled_tokens
+        counts[f"{termination}.length.{done.num_turns}"] += 1
+        if done.reward is not None:
+            # Counters are integers: the reward so far is kept in thousandths.
+            counts[f"{termination}.reward_milli"] += round(1000 * done.reward)
+
+
+def count_evicted(counts: Counter[str], group: Group, horizon: int) -> None:
+    """Book a group beyond the bound; the members it still runs are booked when their end is reported."""
+    counts["evicted_groups"] += 1
+    oldest = group.oldest_version
+    assert oldest is not None
+    counts[f"evicted_lag.{horizon - oldest}"] += 1
+    for member in group.members:
+        if member.state is MemberState.SCORED and member.done is not None:
+            count_cancelled(counts, "evicted_stale", member.done)
+
+
+def batch_counters(family: FamilyState, version: int, counted_before: dict[str, int]) -> dict[str, Any]:
+    """Figures of one family in batch ``version``: lags of its trajectories, and what was counted since the last batch.
+
+    ``lag``: learner's version minus oldest sampled version; ``span``: newest minus oldest version of one trajectory (lag
+    gained in flight); ``queue_lag``: learner's version minus newest (lag gained waiting). Histograms have string keys, so
+    that they survive JSON unchanged. Trajectories without a sampled token have no lag.
+    """
+    lag: Counter[str] = Counter()
+    span: Counter[str] = Counter()
+    queue_lag: Counter[str] = Counter()
+    num_members = num_tokens = num_sampled = num_turns = 0
+    for group in family.in_training:
+        for member in group.members:
+            if member.state is not MemberState.SCORED or member.done is None:
+                continue
+            num_members += 1
+            num_tokens += member.done.num_tokens
+            num_sampled += member.done.num_sampled_tokens
+            num_turns += member.done.num_turns
+            if member.oldest_version is not None and member.done.newest_version is not None:
+                lag[str(version - member.oldest_version)] += 1
+                span[str(member.done.newest_version - member.oldest_version)] += 1
+                queue_lag[str(version - member.done.newest_version)] += 1
+    return {
+        "groups": len(family.in_training),
+        "dead_groups": sum(not group.has_signal for group in family.in_training),
+        "trajectories": num_members,
+        "tokens": num_tokens,
+        "sampled_tokens": num_sampled,
+        "turns": num_turns,
+        "max_lag": max((int(key) for key in lag), default=0),
+        "lag": dict(lag),
+        "span": dict(span),
+        "queue_lag": dict(queue_lag),
+        "since_last_batch": {
+            name: number - counted_before.get(name, 0)
+            for name, number in sorted(family.counts.items())
+            if number != counted_before.get(name, 0)
+        },
+    }

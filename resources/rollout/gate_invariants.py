@@ -1,0 +1,94 @@
+"""The invariants of the staleness gate, each a named assert with the objects in question."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from resources.rollout.group_state import FamilyState, Group, MemberState
+
+if TYPE_CHECKING:
+    from resources.rollout.staleness import StalenessGate
+
+
+def check_invariants(gate: StalenessGate) -> None:
+    """Raise AssertionError on the first one that is broken."""
+    for name, family in gate.families.items():
+        _admission(gate, name, family)
+        _every_prompt_in_one_place(name, family)
+        for group in family.running.values():
+            _running_group(gate, group)
+        for group in family.complete:
+            _complete_group(gate, group)
+        for group in family.waiting:
+            _waiting_group(gate, group)
+    _seats(gate)
+
+
+def _admission(gate: StalenessGate, name: str, family: FamilyState) -> None:
+    num_running = len(family.running)
+    ceiling = gate.budget(name) + family.config.redundant_groups
+    assert num_running <= family.config.max_concurrent_groups, ("concurrency", name, num_running)
+    assert gate.accepted(name) + num_running <= max(ceiling, gate.accepted(name)), (
+        "admission", name, gate.accepted(name), num_running, ceiling,
+    )  # fmt: skip
+    assert gate.accepted(name) <= gate.budget(name), ("accepted within the budget", name, gate.accepted(name))
+    if gate.is_open and gate.accepted(name) < gate.budget(name):
+        assert gate.admissible(name) <= 0, ("work is never held back", name, gate.admissible(name))
+
+
+def _every_prompt_in_one_place(name: str, family: FamilyState) -> None:
+    groups = [*family.in_training, *family.complete, *family.running.values(), *family.waiting]
+    ids = [group.group_id for group in groups]
+    assert len(set(ids)) == len(ids), ("a prompt is in two places", name, ids)
+    assert all(group.prompt_index < family.cursor for group in groups), ("a prompt was never issued", name, ids)
+    placed = len(groups) + family.num_trained + family.num_dropped
+    assert placed == family.cursor, ("a prompt was lost or counted twice", name, placed, family.cursor)
+
+
+def _running_group(gate: StalenessGate, group: Group) -> None:
+    num_scored, num_alive = group.count(MemberState.SCORED), group.num_alive
+    assert num_alive > 0, ("a running group waits for nobody", group)
+    assert num_scored < group.group_size, ("a running group has all it wants", group)
+    assert not group.count(MemberState.PENDING), ("a running group has members nobody started", group)
+    assert not group.count(MemberState.CANCELLED), ("a running group has cancelled members", group)
+    _within_bounds(gate, group)
+
+
+def _complete_group(gate: StalenessGate, group: Group) -> None:
+    num_scored = group.count(MemberState.SCORED)
+    assert group.num_alive == 0, ("a complete group still runs", group)
+    if num_scored != group.group_size:
+        assert gate.config.member_failure == "minimum_group", ("a short group", group)
+        assert num_scored >= min(gate.config.minimum_group, group.group_size), ("a group below the minimum", group)
+    for member in group.members:
+        if member.state is MemberState.SCORED:
+            assert member.reward is not None and member.done is not None and member.done.ref is not None, member
+    _within_bounds(gate, group)
+
+
+def _waiting_group(gate: StalenessGate, group: Group) -> None:
+    assert not group.count(MemberState.RUNNING), ("a waiting group runs", group)
+    _within_bounds(gate, group)
+
+
+def _within_bounds(gate: StalenessGate, group: Group) -> None:
+    config = gate.config
+    if config.stale_policy == "evict":
+        assert not gate.is_doomed(group), ("a group beyond the staleness bound", gate.horizon, group)
+    assert group.num_reissues <= config.max_reissues, ("re-issued too often", group)
+    retries = 0 if config.member_failure == "fail_fast" else config.max_member_retries
+    for member in group.members:
+        assert member.num_failures <= retries + 1, ("retried too often", member)
+
+
+def _seats(gate: StalenessGate) -> None:
+    expected = {}
+    for family in gate.families.values():
+        for group in family.open_groups():
+            for member in group.members:
+                if member.state in (MemberState.RUNNING, MemberState.AWAITING_SCORE):
+                    expected[gate.trajectory_id(group, member)] = (group.group_id, member.index)
+    actual = {key: (group.group_id, member.index) for key, (group, member) in gate.seats.items()}
+    assert actual == expected, ("seats do not match the groups", actual.keys() ^ expected.keys())
+    both = gate.seats.keys() & gate.cancelled.keys()
+    assert not both, ("a trajectory is both awaited and cancelled", both)
