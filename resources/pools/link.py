@@ -46,6 +46,12 @@ def find_link(scheduler_address: str | None = None) -> DaskLink:
     )
 
 
+def scheduler_address(client: Client) -> str:
+    """Address of the scheduler that a running client speaks to."""
+    assert client.scheduler is not None, client
+    return str(client.scheduler.address)
+
+
 def _worker_links() -> list[DaskLink]:
     try:
         workers = [get_worker()]
@@ -59,7 +65,7 @@ def _worker_links() -> list[DaskLink]:
 
 def _client_links() -> list[DaskLink]:
     return [
-        DaskLink(_asyncio_loop(client), client.rpc, client.scheduler, str(client.scheduler.address), None)
+        DaskLink(_asyncio_loop(client), client.rpc, client.scheduler, scheduler_address(client), None)
         for client in Client._instances
         if client.status == "running" and client.scheduler is not None
     ]

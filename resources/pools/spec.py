@@ -1,0 +1,72 @@
+"""Which processes make up a cluster, how are they tagged, and with which environment do they start?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from distributed import Nanny
+
+from resources.hardware import HardwareClass, Role
+
+SLOTS: dict[Role, int] = {"engine": 1, "learner": 1, "environment": 4, "control": 8}
+"""Stage tasks that a worker of a role runs at once: one on an accelerator slot, several where stages mostly wait."""
+SPARE_THREADS = 2
+"""Threads beyond the slots: actors are built and workers are inspected while every slot is taken."""
+
+
+def worker_specs(
+    classes: Mapping[str, HardwareClass], *, env: Mapping[str, str], preload_modules: Iterable[str], host: str
+) -> dict[str, dict[str, Any]]:
+    """One nanny and worker process per accelerator slot, by name (``compute-0``), for `distributed.SpecCluster`.
+
+    Memory is not limited by Dask: a worker that nears a limit would be paused or killed with the engine that it hosts.
+    """
+    return {
+        f"{name}-{index}": {
+            "cls": Nanny,
+            "options": {
+                "name": f"{name}-{index}",
+                "host": host,
+                "nthreads": SLOTS[hardware_class.role] + SPARE_THREADS,
+                "resources": {name: SLOTS[hardware_class.role]},
+                "memory_limit": 0,
+                "preload": list(preload_modules),
+                "env": worker_environment(hardware_class, env),
+            },
+        }
+        for name, hardware_class in classes.items()
+        for index in range(hardware_class.num_workers)
+    }
+
+
+def worker_environment(hardware_class: HardwareClass, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a worker process. What the caller gives wins.
+
+    Threads of several processes that spin for work while they share cores slow each other down many times over, hence
+    the passive wait. Standard logging of these rooms reaches the flow run; threads outside any run stay silent.
+    """
+    threads = str(hardware_class.torch_threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "resources,tasks",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+        **env,
+    }
+
+
+def dask_settings(no_workers_timeout_s: float) -> dict[str, Any]:
+    """Dask configuration that must hold before the scheduler and the nannies start.
+
+    A task whose worker died fails at once instead of running again behind Prefect's back; a task whose class has lost
+    its workers fails after a while instead of waiting for ever; worker processes may have children.
+    """
+    return {
+        "distributed.scheduler.allowed-failures": 0,
+        "distributed.scheduler.no-workers-timeout": f"{no_workers_timeout_s:g}s",
+        "distributed.worker.daemon": False,
+        "distributed.comm.timeouts.tcp": "30s",
+    }
