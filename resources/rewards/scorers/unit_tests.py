@@ -1,0 +1,53 @@
+"""Does the code pass the hidden tests? They run in a sandbox, with a deadline below the scorer's own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from resources.rewards.base import Score, ScoringRequest
+from resources.rewards.scorers.invalid_actions import reward_components
+from resources.sandbox.runner import run_tests
+
+TEST_SHARE = 0.5
+"""Share of the scorer's deadline that the code under test may use: the rest is for starting and ending the sandbox. So
+code that loops for ever is found out by the sandbox and scored 0, and never looks like a scorer that hangs."""
+
+
+class UnitTestsScorer:
+    """1 when all tests pass, 0 otherwise; malformed actions cost `INVALID_ACTION_REWARD` each.
+
+    Code that raises, loops or crashes is the policy's own doing and scores 0; a sandbox that cannot run raises.
+    Payload: ``code`` (null when the policy gave none), ``tests``, ``num_invalid_actions``.
+    ``test_deadline_s`` caps the time of the tests, in seconds.
+    """
+
+    name = "unit_tests"
+    version = "1"
+    runs: Literal["inline", "pool"] = "pool"
+
+    def __init__(self, test_deadline_s: float = 5.0) -> None:
+        if test_deadline_s <= 0:
+            raise ValueError(f"test_deadline_s is {test_deadline_s}; it must be positive")
+        self.test_deadline_s = test_deadline_s
+
+    def score(self, request: ScoringRequest) -> Score:
+        """Raises ValueError when the payload lacks a key."""
+        payload = request.payload
+        missing = {"code", "tests"} - payload.keys()
+        if missing:
+            raise ValueError(f"payload of {request.trajectory_id!r} lacks {sorted(missing)}; it has {sorted(payload)}")
+        passed, message = False, "no code was given"
+        if payload["code"] is not None:
+            deadline_s = min(self.test_deadline_s, TEST_SHARE * request.deadline_s)
+            result = run_tests(payload["code"], payload["tests"], deadline_s=deadline_s)
+            passed, message = result.passed, result.message
+        components = reward_components(float(passed), payload)
+        return Score(
+            trajectory_id=request.trajectory_id,
+            scorer=request.scorer,
+            scorer_version=request.scorer_version,
+            reward=sum(components.values()),
+            success=passed,
+            components=components,
+            failure_message="" if passed else message,
+        )

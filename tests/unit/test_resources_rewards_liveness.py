@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from resources.object_store import ObjectStore
+from resources.rewards.liveness import REPLICAS, RUN_HEARTBEAT, Beacon, ReplicaWatch, RunHeartbeat, Watch
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.now = 500.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def store(tmp_path) -> ObjectStore:
+    return ObjectStore.open(tmp_path)
+
+
+def test_silence_is_measured_by_the_watchers_clock_alone(store, clock, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 9e9)  # the writer's clock is decades ahead
+    beacon = Beacon(store, "sign")
+    beacon.beat()
+    watch = Watch(store, "sign", clock)
+    assert watch.silent_s() == 0
+    clock.now += 7
+    assert watch.silent_s() == 7
+    beacon.beat()
+    assert watch.silent_s() == 0
+    assert watch.ended is False
+    beacon.beat(ended=True)
+    watch.silent_s()
+    assert watch.ended is True
+
+
+def test_a_sign_never_seen_counts_from_the_start(store, clock):
+    watch = Watch(store, "sign", clock)
+    clock.now += 3
+    assert watch.silent_s() == 3
+
+
+def test_a_writer_that_starts_again_is_noticed(store, clock):
+    Beacon(store, "sign").beat()
+    watch = Watch(store, "sign", clock)
+    watch.silent_s()
+    clock.now += 5
+    Beacon(store, "sign").beat()  # beat 1 again, at another time
+    assert watch.silent_s() == 0
+
+
+def test_replicas_are_counted_while_they_live(store, clock):
+    def beacon(owner: str) -> Beacon:
+        return Beacon(store, f"runs/run/{REPLICAS}/{owner}.json")
+
+    watch = ReplicaWatch(store, "run", timeout_s=10, clock=clock)
+    assert watch.running() == set()
+    one, two = beacon("one"), beacon("two")
+    one.beat()
+    two.beat()
+    assert watch.running() == {"one", "two"}
+    clock.now += 9
+    one.beat()
+    assert watch.running() == {"one", "two"}
+    clock.now += 1  # two was killed
+    assert watch.running() == {"one"}
+    one.beat(ended=True)
+    assert watch.running() == set()
+
+
+def test_the_runs_heartbeat_beats_and_says_when_it_ends(store):
+    key = f"runs/run/{RUN_HEARTBEAT}"
+    with RunHeartbeat(store, "run", period_s=0.01):
+        assert store.get_json(key)["ended"] is False
+        end = time.monotonic() + 20
+        while store.get_json(key)["beat"] < 3:
+            assert time.monotonic() < end, "no third heartbeat within 20 s"
+            time.sleep(0.005)
+    assert store.get_json(key)["ended"] is True
