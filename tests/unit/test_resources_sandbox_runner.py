@@ -70,7 +70,7 @@ def test_verdict_and_message(sandbox: Sandbox, code: str, tests: list[str] | str
         ("import ctypes\nctypes.string_at(0)", "ended before its tests did (exit code -11)"),
         # an object that claims to equal everything
         ("class A:\n  def __eq__(s, o): return True\ndef f(x): return A()", "f(1): TypeError: a A is not plain data"),
-        ("class A(int):\n  def __eq__(s, o): return True\ndef f(x): return A()", "f(1): TypeError: a A is not plain data"),
+        ("class A(int):\n  def __eq__(s, o): return 1\ndef f(x): return A()", "f(1): TypeError: a A is not plain data"),
         # success, printed and written to whatever is open
         ("print('{\"results\": [{\"passed\": true}]}')\nprint('1 passed')", "f(1): NameError: name 'f' is not defined"),
         (

@@ -1,0 +1,129 @@
+"""What if an environment hangs, raises or answers nonsense? A wrapper that turns each into an `EnvironmentFailure`.
+
+It also makes the protocol easy to meet: plain ``def`` methods run in threads, ``close`` and ``judgement`` may be left
+out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Callable
+from typing import Any
+
+from resources.environments.base import Message, ScriptedExpert, StepOutcome
+from resources.environments.threads import DaemonThreads
+from resources.failures import EnvironmentFailure
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class DeadlineEnvironment:
+    """An environment whose calls end: with a valid answer, or with an EnvironmentFailure that names family, call and
+    seconds.
+
+    A coroutine that misses its deadline is cancelled. A blocking call cannot be: its thread is left to it, and the
+    environment's own ``close`` follows when it does return. An environment that has failed is to be closed, not stepped
+    on.
+    """
+
+    def __init__(
+        self, inner: Any, *, family: str, reset_deadline_s: float, step_deadline_s: float, threads: DaemonThreads
+    ) -> None:
+        self.inner = inner
+        self.env_version: str = inner.env_version
+        self.max_turns: int = inner.max_turns
+        self._family = family
+        self._reset_deadline_s, self._step_deadline_s = reset_deadline_s, step_deadline_s
+        self._threads = threads
+        self._hung: asyncio.Future[Any] | None = None
+
+    async def reset(self, seed: int) -> list[Message]:
+        messages = await self._call("reset", self._reset_deadline_s, self.inner.reset, seed)
+        self._check_messages("reset", messages)
+        if not messages:
+            raise EnvironmentFailure(f"{self._family}: reset returned no message; the policy needs one to answer")
+        return messages
+
+    async def step(self, action: str) -> StepOutcome:
+        outcome = await self._call("step", self._step_deadline_s, self.inner.step, action)
+        if not isinstance(outcome, StepOutcome):
+            raise EnvironmentFailure(f"{self._family}: step returned {type(outcome).__name__}, not StepOutcome")
+        self._check_messages("step", outcome.observation)
+        if not (outcome.observation or outcome.terminated or outcome.truncated):
+            raise EnvironmentFailure(f"{self._family}: step returned no observation, but the episode is not over")
+        return outcome
+
+    async def close(self) -> None:
+        """Close the environment within the step's deadline; after a call that hangs, when that call returns."""
+        close = getattr(self.inner, "close", None)
+        if close is None:
+            return
+        if self._hung is not None and not self._hung.done():
+            if not inspect.iscoroutinefunction(close):
+                self._hung.add_done_callback(lambda _: self._threads.submit(close))
+            return
+        await self._call("close", self._step_deadline_s, close)
+
+    def judgement(self) -> dict[str, Any] | None:
+        judgement = getattr(self.inner, "judgement", None)
+        return None if judgement is None else judgement()
+
+    async def _call(self, name: str, deadline_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
+        future, is_blocking = self._start(function, arguments)
+        try:
+            done, _ = await asyncio.wait({future}, timeout=deadline_s)
+        except asyncio.CancelledError:
+            self._abandon(future, is_blocking)
+            raise
+        if not done:
+            busy = self._threads.num_unfinished
+            self._abandon(future, is_blocking)
+            waited = f" ({busy} calls on {self._threads.num_threads} threads)" if is_blocking else ""
+            raise EnvironmentFailure(f"{self._family}: {name} did not return within {deadline_s:g} s{waited}")
+        try:
+            return future.result()
+        except EnvironmentFailure:
+            raise
+        except Exception as error:
+            raise EnvironmentFailure(f"{self._family}: {name} raised {type(error).__name__}: {error}") from error
+        except asyncio.CancelledError as error:  # by the environment's own doing: nobody cancelled this call
+            raise EnvironmentFailure(f"{self._family}: {name} was cancelled from inside") from error
+
+    def _start(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[asyncio.Future[Any], bool]:
+        if inspect.iscoroutinefunction(function):
+            return asyncio.ensure_future(function(*arguments)), False
+        return asyncio.wrap_future(self._threads.submit(lambda: function(*arguments))), True
+
+    def _abandon(self, future: asyncio.Future[Any], is_blocking: bool) -> None:
+        # Its late error is nobody's news, and asyncio must not report it as forgotten.
+        future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        if is_blocking:
+            self._hung = future
+        else:
+            future.cancel()
+
+    def _check_messages(self, name: str, messages: Any) -> None:
+        if not isinstance(messages, list):
+            raise EnvironmentFailure(f"{self._family}: {name} gave {type(messages).__name__}, not a list of messages")
+        for message in messages:
+            if not (
+                isinstance(message, dict) and message.get("role") in _ROLES and isinstance(message.get("content"), str)
+            ):
+                raise EnvironmentFailure(
+                    f"{self._family}: {name} gave the message {message!r}; it must be "
+                    f"{{'role': one of {', '.join(_ROLES)}, 'content': a string}}"
+                )
+
+
+class DeadlineExpertEnvironment(DeadlineEnvironment):
+    """The same around an environment that offers a scripted expert."""
+
+    inner: ScriptedExpert
+
+    def expert_action(self) -> str:
+        return self.inner.expert_action()
+
+    def random_action(self, rng: random.Random) -> str:
+        return self.inner.random_action(rng)

@@ -1,0 +1,41 @@
+"""Which seed does an episode, or a sampler, get? Stable hashes, so that any process works out the same one.
+
+The convention: episode seeds are 63-bit integers. Train seeds lie below 2**62, eval seeds at or above it, so no
+evaluation episode is ever trained on, whatever the indices. Within one run the indices of a family count its groups
+(train) or its evaluation episodes (eval). Families with few distinct problems (``guess_number`` has seven) repeat
+problems, never seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from resources.rollout.messages import Split
+
+_SEED_BITS = 62
+EVAL_SEEDS_FROM = 1 << _SEED_BITS
+"""Train seeds are below, eval seeds at or above."""
+
+
+def episode_seed(run_seed: int, family: str, index: int, split: Split) -> int:
+    """Environment seed of the ``index``-th group (or evaluation episode) of a family; shared by the group's members."""
+    if split not in ("train", "eval"):
+        raise ValueError(f"split is {split!r}; it must be 'train' or 'eval'")
+    seed = _hash("episode", run_seed, family, index, split)
+    return seed + EVAL_SEEDS_FROM if split == "eval" else seed
+
+
+def sampling_seed(run_seed: int, group_id: str, member: int, attempt: int, engine: str | int = "") -> int:
+    """Seed of the sampler of one trajectory: distinct for every group, member, attempt and engine. Below 2**62."""
+    return _hash("sampling", run_seed, group_id, member, attempt, engine)
+
+
+def split_of(seed: int) -> Split:
+    """The split whose range an episode seed lies in."""
+    return "eval" if seed >= EVAL_SEEDS_FROM else "train"
+
+
+def _hash(*parts: str | int) -> int:
+    # repr keeps 1 and "1" apart, and the separator cannot appear in the repr of a string.
+    digest = hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)

@@ -1,0 +1,218 @@
+"""Environments that hang, raise or answer nonsense become failures that say who, what and how long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from resources.environments.base import Message, StepOutcome
+from resources.environments.deadline import DeadlineEnvironment
+from resources.environments.threads import DaemonThreads
+from resources.failures import EnvironmentFailure, FailureClass
+
+OPENING = [Message(role="user", content="hello")]
+
+
+class Scripted:
+    """Answers with what it was given."""
+
+    env_version = "1"
+    max_turns = 3
+
+    def __init__(self, opening: Any = OPENING, outcome: Any = None) -> None:
+        self.opening, self.outcome = opening, outcome
+
+    async def reset(self, seed: int) -> Any:
+        return self.opening
+
+    async def step(self, action: str) -> Any:
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+class Hanging:
+    """A coroutine that never ends, not even when it is cancelled the first time."""
+
+    env_version = "1"
+    max_turns = 3
+
+    def __init__(self, ignores_cancellation: bool) -> None:
+        self.ignores_cancellation = ignores_cancellation
+        self.release = asyncio.Event()
+        self.cancelled = False
+
+    async def reset(self, seed: int) -> Any:
+        while not self.release.is_set():
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                self.cancelled = True
+                if not self.ignores_cancellation:
+                    raise
+
+    async def step(self, action: str) -> Any: ...
+
+    async def close(self) -> None: ...
+
+
+class Blocking:
+    """Plain methods; ``step`` waits for a gate."""
+
+    env_version = "1"
+    max_turns = 3
+
+    def __init__(self) -> None:
+        self.gate, self.closed = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+
+    def reset(self, seed: int) -> list[Message]:
+        self.threads.append(threading.current_thread().name)
+        return OPENING
+
+    def step(self, action: str) -> StepOutcome:
+        assert self.gate.wait(30)
+        return StepOutcome([], terminated=True)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def wrap(inner: Any, *, deadline_s: float = 20.0, threads: DaemonThreads | None = None) -> DeadlineEnvironment:
+    return DeadlineEnvironment(
+        inner,
+        family="mine",
+        reset_deadline_s=deadline_s,
+        step_deadline_s=deadline_s,
+        threads=threads or DaemonThreads(2),
+    )
+
+
+def failure_of(call: Callable[[], Any]) -> EnvironmentFailure:
+    with pytest.raises(EnvironmentFailure) as caught:
+        asyncio.run(call())
+    assert caught.value.failure_class is FailureClass.ENVIRONMENT
+    return caught.value
+
+
+@pytest.mark.parametrize("ignores_cancellation", [False, True])
+def test_a_coroutine_that_hangs_is_cancelled_and_left(ignores_cancellation: bool) -> None:
+    async def main() -> None:
+        inner = Hanging(ignores_cancellation)
+        with pytest.raises(EnvironmentFailure, match=r"mine: reset did not return within 0.05 s"):
+            await wrap(inner, deadline_s=0.05).reset(0)
+        await asyncio.sleep(0)
+        assert inner.cancelled
+        inner.release.set()
+
+    asyncio.run(main())
+
+
+def test_cancelling_the_caller_cancels_the_call() -> None:
+    async def main() -> None:
+        inner = Hanging(ignores_cancellation=False)
+        call = asyncio.create_task(wrap(inner).reset(0))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(0)
+        assert inner.cancelled
+
+    asyncio.run(main())
+
+
+def test_a_blocking_call_that_hangs_keeps_its_thread_and_nothing_else() -> None:
+    """The loop goes on, another environment is served, and `close` follows when the call returns."""
+
+    async def main() -> None:
+        threads = DaemonThreads(2)
+        hanging, other = Blocking(), Blocking()
+        other.gate.set()
+        environment = wrap(hanging, deadline_s=0.05, threads=threads)
+        assert await environment.reset(0) == OPENING
+        with pytest.raises(
+            EnvironmentFailure, match=r"mine: step did not return within 0.05 s \(1 calls on 2 threads\)"
+        ):
+            await environment.step("x")
+        await environment.close()
+        assert not hanging.closed.is_set()
+        assert (await wrap(other, threads=threads).step("x")).terminated
+        hanging.gate.set()
+        assert await asyncio.to_thread(hanging.closed.wait, 20)
+
+    asyncio.run(main())
+
+
+def test_blocking_environments_never_run_on_the_loops_thread_and_their_number_is_bounded() -> None:
+    async def main() -> None:
+        threads = DaemonThreads(2)
+        inners = [Blocking() for _ in range(8)]
+        environments = [wrap(inner, threads=threads) for inner in inners]
+        await asyncio.gather(*(environment.reset(0) for environment in environments))
+        names = {name for inner in inners for name in inner.threads}
+        assert names <= {"environment-1", "environment-2"}
+        await environments[0].close()
+        assert inners[0].closed.is_set()
+        assert threads.num_unfinished == 0
+
+    asyncio.run(main())
+
+
+def test_when_every_thread_hangs_a_waiting_call_fails_by_its_deadline() -> None:
+    async def main() -> None:
+        threads = DaemonThreads(1)
+        holder = Blocking()
+        step = asyncio.create_task(wrap(holder, threads=threads).step("x"))
+        await asyncio.sleep(0.01)
+        with pytest.raises(
+            EnvironmentFailure, match=r"mine: reset did not return within 0.05 s \(2 calls on 1 threads\)"
+        ):
+            await wrap(Blocking(), deadline_s=0.05, threads=threads).reset(0)
+        holder.gate.set()
+        assert (await step).terminated
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (KeyError("x"), "mine: step raised KeyError: 'x'"),
+        (TimeoutError("inner"), "mine: step raised TimeoutError: inner"),
+        (asyncio.CancelledError(), "mine: step was cancelled from inside"),
+        (EnvironmentFailure("its own words"), "its own words"),
+    ],
+)
+def test_what_an_environment_raises_names_the_boundary(error: BaseException, message: str) -> None:
+    assert str(failure_of(lambda: wrap(Scripted(outcome=error)).step("x"))) == message
+
+
+@pytest.mark.parametrize(
+    ("opening", "message"),
+    [
+        (None, "reset gave NoneType, not a list of messages"),
+        ([], "reset returned no message"),
+        (["hello"], "reset gave the message 'hello'"),
+        ([{"role": "robot", "content": "x"}], "'role': one of system, user, assistant, tool"),
+        ([{"role": "user", "content": 3}], "'content': a string"),
+    ],
+)
+def test_an_opening_that_is_none_is_refused(opening: Any, message: str) -> None:
+    assert message in str(failure_of(lambda: wrap(Scripted(opening=opening)).reset(0)))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (("observation", 1.0, True, False, {}), "step returned tuple, not StepOutcome"),
+        (StepOutcome([]), "step returned no observation, but the episode is not over"),
+        (StepOutcome([{"role": "user"}]), "step gave the message"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_an_outcome_that_is_none_is_refused(outcome: Any, message: str) -> None:
+    assert message in str(failure_of(lambda: wrap(Scripted(outcome=outcome)).step("x")))
