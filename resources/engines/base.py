@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 FinishReason = Literal["stop", "length", "context", "abort"]
-"""``stop``: a stop token was sampled (it is the last token). ``length``: max_new_tokens reached. ``context``: the model's
-context is full. ``abort``: aborted; what was sampled until then is returned."""
+"""``stop``: a stop token was sampled (it is the last token). ``length``: max_new_tokens reached. ``context``: the
+model's context is full. ``abort``: aborted; what was sampled until then is returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class SamplingParams:
     """0: no limit. top_p < 1 and top_k > 0 are refused by engines that would return un-renormalised logprobs."""
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    greedy: bool = False
+    """Take the most likely token instead of drawing one; behaviour logprobs are still those of ``temperature``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ class ChatFormat:
         except TemplateError as error:
             roles = [message["role"] for message in messages]
             raise ValueError(
-                f"the chat template of {self.tokenizer.name_or_path!r} refuses messages with the roles {roles} ({error});"
+                f"the chat template of {self.tokenizer.name_or_path!r} refuses the roles {roles} ({error});"
                 " use a template that accepts them, or let the environment send roles that it accepts"
             ) from error
         assert isinstance(text, str), type(text)

@@ -1,0 +1,50 @@
+"""Which back end generates, and how much it holds at once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from resources.engines.base import SamplingParams
+
+
+class EngineConfig(BaseModel):
+    """One generation engine; every engine of a run is built from the same configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: Literal["local"] = "local"
+    """``local``: torch, continuous batching with a KV cache per slot."""
+    num_slots: int = Field(default=64, ge=1, le=4096)
+    """Histories whose KV is kept, and requests that run at once. Further requests wait in order of arrival."""
+    context_length: int | None = Field(default=None, ge=16)
+    """Tokens of one history, at most. None: what the model was built for (``max_position_embeddings``)."""
+    max_prefill_tokens_per_step: int = Field(default=1024, ge=1)
+    """History tokens computed in one step, at most, so that running requests go on and a suspend is quick; longer
+    histories are computed over several steps."""
+    prefix_cache: Literal["off", "trajectory", "shared"] = "shared"
+    """Which KV a request may start from. ``off``: none. ``trajectory``: what earlier turns of its own trajectory left.
+    ``shared``: also that of any other history with the same beginning, such as the prompt of a group's siblings."""
+    control_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest wait, in seconds, for the step thread to take up a suspend, load, resume or close."""
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raise ValueError for sampling whose behaviour logprobs the local engine could not report rightly."""
+    if not sampling.temperature > 0:
+        raise ValueError(
+            f"temperature is {sampling.temperature}; it must be above 0 (use greedy for the likeliest token)"
+        )
+    if sampling.top_p != 1.0:
+        raise ValueError(
+            f"top_p is {sampling.top_p}; only 1.0 is allowed: the logprobs of a truncated distribution are not those "
+            "the learner computes, so its importance ratios would be wrong"
+        )
+    if sampling.top_k != 0:
+        raise ValueError(
+            f"top_k is {sampling.top_k}; only 0 (no limit) is allowed: the logprobs of a truncated distribution are "
+            "not those the learner computes, so its importance ratios would be wrong"
+        )
+    if sampling.max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}; it must be 0 or more")
