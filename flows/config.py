@@ -26,7 +26,8 @@ def state_dir() -> Path:
     return Path(os.environ.get("ROLLART_HOME") or Path(__file__).resolve().parent.parent / ".rollart").absolute()
 
 
-def _default_store() -> str:
+def default_store() -> str:
+    """The project's own store, in its state folder."""
     return str(state_dir() / "store")
 
 
@@ -58,7 +59,7 @@ class RunConfig(BaseModel):
     """Prefix of the run's id: 1 to 40 of a-z, 0-9 and '-'."""
     seed: int = Field(0, ge=0)
     """Seeds weights, prompts and sampling."""
-    store: str = Field(default_factory=_default_store)
+    store: str = Field(default_factory=default_store)
     """Object store of the run: a folder (made absolute) or ``s3://bucket/prefix``."""
     num_iterations: int = Field(60, ge=1)
     """Iterations in all; a resumed run goes on up to this number."""

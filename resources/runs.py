@@ -21,6 +21,21 @@ class RunRef(BaseModel):
 
     run_id: str
     store_url: str
+    service: str | None = None
+    """Id under which the actors that serve this are registered; None: the run's own. An evaluation beside a living run
+    has actors of its own, and its trajectories must not meet the run's."""
+
+    @property
+    def service_id(self) -> str:
+        return self.service or self.run_id
+
+    def service_folder(self) -> ObjectStore:
+        """The folder of what its actors play and score: the run's own, unless they serve something beside it."""
+        return self.root().sub(f"runs/{self.service_id}")
+
+    def beside(self, purpose: str) -> RunRef:
+        """The same run's folder, served by other actors."""
+        return self.model_copy(update={"service": f"{self.run_id}-{purpose}-{secrets.token_hex(2)}"})
 
     def root(self) -> ObjectStore:
         """The store that holds all runs."""
@@ -60,6 +75,10 @@ def find_run(store_url: str, run_id: str) -> RunRef:
         known = sorted({key.split("/")[1] for key in root.list("runs/") if key.endswith("/config.json")})[-5:]
         raise ValueError(f"run {run_id!r} is not in the store {store_url}; its newest runs are {known}")
     return run
+
+
+def evaluation_key(version: int) -> str:
+    return f"evaluations/{version:06d}.json"
 
 
 def iteration_key(iteration: int) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 from prefect import get_run_logger, task
 
 from resources.pools.actors import call_sync
-from resources.pools.registry import lookup
+from resources.pools.registry import lookup_sync
 from resources.rollout.messages import BatchGroup
-from resources.runs import RunRef
+from resources.runs import RunRef, evaluation_key
 from tasks.evaluation.success import success_by_family
 
 GRACE_S = 30.0
@@ -24,7 +24,7 @@ def evaluate_version(
     Writes ``evaluations/<version>.json`` and returns it: success and its standard error by family, and the mean.
     """
     groups: list[BatchGroup] = call_sync(
-        lookup(run.run_id).queue,
+        lookup_sync(run.service_id).queue,
         "evaluate",
         num_episodes,
         seed,
@@ -33,6 +33,6 @@ def evaluate_version(
         timeout_s=timeout_s + GRACE_S,
     )
     result = {"version": version, "greedy": greedy, **success_by_family(groups)}
-    run.folder().put_json(f"evaluations/{version:06d}{'-greedy' if greedy else ''}.json", result)
+    run.folder().put_json(evaluation_key(version), result)
     get_run_logger().info("version %d: success %s, mean %.3f", version, result["success"], result["mean"])
     return result

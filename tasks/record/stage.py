@@ -9,7 +9,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 
 from resources.pools.actors import call_sync
-from resources.pools.registry import lookup
+from resources.pools.registry import lookup_sync
 from resources.runs import RunRef, write_iteration
 from resources.telemetry.metrics import finite, write_metrics
 from tasks.record.table import family_table
@@ -23,7 +23,7 @@ def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[st
 
     The manifest moves last: once it lies there, a resume starts behind this iteration.
     """
-    actors = lookup(run.run_id)
+    actors = lookup_sync(run.service_id)
     stats = call_sync(actors.queue, "stats", timeout_s=ANSWER_S)
     logger = get_run_logger()
     # Actors have no flow run to log to: they keep bounded records, which are logged here.

@@ -7,7 +7,7 @@ from typing import Any
 from prefect import get_run_logger, task
 
 from resources.pools.actors import call_sync
-from resources.pools.registry import lookup
+from resources.pools.registry import lookup_sync
 from resources.rollout.messages import Batch
 from resources.runs import RunRef
 from resources.trajectories.batch import write_batch
@@ -23,7 +23,7 @@ def collect(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
     Raises DeadlineExceeded after ``timeout_s`` seconds, naming what is missing.
     """
     batch: Batch = call_sync(
-        lookup(run.run_id).queue, "collect", version, timeout_s=timeout_s + GRACE_S, collect_timeout_s=timeout_s
+        lookup_sync(run.service_id).queue, "collect", version, timeout_s=timeout_s + GRACE_S, collect_timeout_s=timeout_s
     )
     write_batch(run.root(), batch)
     get_run_logger().info(

@@ -7,13 +7,13 @@ from typing import Any
 from prefect import get_run_logger, task
 
 from resources.pools.actors import call_sync
-from resources.pools.registry import lookup
+from resources.pools.registry import lookup_sync
 from resources.runs import RunRef
 
 
 @task(name="update", tags=["pool:learner"])
 def update(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
     """Train on batch ``version``. Returns the update's metrics. Raises what the learner raises: a failed update is a crash."""
-    metrics = call_sync(lookup(run.run_id).learner, "update", version, timeout_s=timeout_s)
+    metrics = call_sync(lookup_sync(run.service_id).learner, "update", version, timeout_s=timeout_s)
     get_run_logger().info("update %d: %s", version, {k: v for k, v in metrics.items() if k.startswith("time/")})
     return metrics

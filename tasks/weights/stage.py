@@ -10,16 +10,16 @@ from prefect import get_run_logger, task
 
 from resources.engines.base import LoadReport
 from resources.pools.actors import call, call_sync
-from resources.pools.registry import lookup
+from resources.pools.registry import RunActors, lookup_sync
 from resources.runs import RunRef
 
 
 @task(name="publish", tags=["pool:learner"])
 def publish(run: RunRef, timeout_s: float) -> dict[str, Any]:
     """Write the learner's version to the weight store; engines prefetch it while they still serve the one before."""
-    actors = lookup(run.run_id)
+    actors = lookup_sync(run.service_id)
     report = call_sync(actors.learner, "publish", timeout_s=timeout_s)
-    asyncio.run(_on_all(actors.engine_handles(), "prefetch", report["version"], timeout_s=timeout_s))
+    asyncio.run(_on_all(_engines(actors), "prefetch", report["version"], timeout_s=timeout_s))
     return report
 
 
@@ -30,8 +30,8 @@ def switch_weights(run: RunRef, version: int, timeout_s: float) -> dict[str, Any
     The gate learns of the new version between load and resume, so that whatever it evicts never generates again, and
     so that no generation of the next batch starts under the old weights.
     """
-    actors = lookup(run.run_id)
-    reports, suspended_s = asyncio.run(_switch(actors.engine_handles(), actors.queue, version, timeout_s))
+    actors = lookup_sync(run.service_id)
+    reports, suspended_s = asyncio.run(_switch(_engines(actors), actors.queue, version, timeout_s))
     get_run_logger().info("version %d is loaded on %d engines in %.3f s", version, len(reports), suspended_s)
     return {
         "weights/exposed_s": suspended_s,
@@ -39,6 +39,10 @@ def switch_weights(run: RunRef, version: int, timeout_s: float) -> dict[str, Any
         "weights/total_s": max(report.total_s for report in reports),
         "weights/recomputed_tokens": sum(report.recomputed_tokens for report in reports),
     }
+
+
+def _engines(actors: RunActors) -> list[Any]:
+    return [engine for of_class in actors.engines.values() for engine in of_class]
 
 
 async def _switch(engines: list[Any], queue: Any, version: int, timeout_s: float) -> tuple[list[LoadReport], float]:

@@ -1,0 +1,31 @@
+"""Runs the command line as a user does, in a process of its own, and reads what it left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from flows.config import RunConfig
+from resources.object_store import ObjectStore
+
+QUICKSTART = Path(__file__).resolve().parent.parent / "examples" / "quickstart" / "run.yaml"
+RUN_TIMEOUT_S = 1800.0
+
+
+def train_in_process(overrides: dict[str, Any], run_file: Path = QUICKSTART) -> dict[str, Any]:
+    """Train with ``overrides`` (dotted keys) and return the run's ``summary.json`` with its metrics rows as ``rows``.
+
+    Raises RuntimeError with the end of the output when the run fails, and subprocess.TimeoutExpired after half an hour.
+    """
+    command = [sys.executable, "-m", "flows.train", str(run_file)]
+    for key, value in overrides.items():
+        command += ["--set", f"{key}={value}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-6000:]}")
+    store = ObjectStore.open(overrides.get("store", RunConfig().store))
+    folder = store.sub(f"runs/{store.get_json('latest_run.json')['run_id']}")
+    rows = [folder.get_json(key) for key in folder.list("metrics/")]
+    return {**folder.get_json("summary.json"), "rows": rows}

@@ -1,0 +1,61 @@
+"""``python -m flows.train RUN_FILE --set a.b=c``: train from a run file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run `train` from the command line. Returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m flows.train", description="Train from a run file.")
+    parser.add_argument("run_file", nargs="?", help="YAML file with RunConfig's fields; without it: all defaults")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace one field (dotted key)")
+    parser.add_argument("--resume", metavar="RUN_ID", help="go on with a run of the same store ('latest': the newest)")
+    parser.add_argument("--verbose", action="store_true", help="show every log line of Prefect and of the workers")
+    options = parser.parse_args(arguments)
+    overrides = {}
+    for item in options.set:
+        key, separator, value = item.partition("=")
+        if not separator or not key:
+            parser.error(f"--set {item!r}: write it as KEY=VALUE, for example --set training.learning_rate=1e-3")
+        overrides[key] = value
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    if not options.verbose:
+        # The progress table is what a person reads; the full log is in the Prefect UI.
+        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
+
+    from pydantic import ValidationError
+
+    from flows.config import RunConfig, load_run_file, with_overrides
+
+    try:
+        config = with_overrides(load_run_file(options.run_file) if options.run_file else RunConfig(), overrides)
+    except ValidationError as error:
+        for item in error.errors():
+            print(f"error: {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {item['msg']}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    from flows.train import train
+
+    try:
+        train(config, resume=options.resume)
+    except KeyboardInterrupt:
+        print("interrupted; resume with --resume latest", file=sys.stderr)
+        return 130
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    # SIGTERM takes the same path as Ctrl-C, so that everything that was started is ended.
+    raise KeyboardInterrupt

@@ -1,0 +1,85 @@
+"""One RL iteration: the cycle of RollArt (arXiv 2512.22560, section 6.2), turned so that the load follows the publication.
+
+Who waits for whom. Rollouts are no stage: they go on beside all of this, under the gate of `resources/rollout`.
+
+| stage          | on       | consumes                    | waits for                          | unblocks                              |
+|----------------|----------|-----------------------------|------------------------------------|---------------------------------------|
+| collect        | control  | scored groups               | rollouts and rewards of batch v    | update                                |
+| update         | learner  | batch v                     | nothing (rollouts go on under v)   | publish                               |
+| publish        | learner  | the learner's weights       | the store; engines prefetch        | the switch                            |
+| switch-weights | control  | version v + 1               | every engine's next decode step    | admission of batch v + 1 + alpha      |
+| record         | control  | metrics, the queue's state  | nothing                            | a resume behind this iteration        |
+| evaluate       | control  | held-out episodes, when due | their end: no load happens before  | the next iteration                    |
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prefect import flow
+from pydantic import BaseModel, ConfigDict
+
+from flows.config import RunConfig
+from resources.runs import RunRef
+from tasks.evaluation.stage import evaluate_version
+from tasks.record.stage import record
+from tasks.rollout.stage import collect
+from tasks.training.stage import update
+from tasks.weights.stage import publish, switch_weights
+
+
+class IterationPlan(BaseModel):
+    """What one iteration needs to know of the run's configuration."""
+
+    model_config = ConfigDict(frozen=True)
+
+    families: list[str]
+    timeout_s: float
+    """Deadline of each stage, in seconds."""
+    evaluate_episodes: int = 0
+    """Held-out episodes a family after this iteration; 0: none is due."""
+    evaluate_seed: int = 0
+    greedy: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, version: int) -> IterationPlan:
+        """The plan of iteration ``version``."""
+        evaluation = config.evaluation
+        is_due = evaluation.every > 0 and (version + 1) % evaluation.every == 0 and version + 1 < config.num_iterations
+        return cls(
+            families=list(config.families),
+            timeout_s=config.iteration_timeout_s,
+            evaluate_episodes=evaluation.num_episodes if is_due else 0,
+            evaluate_seed=config.seed,
+            greedy=evaluation.greedy,
+        )
+
+
+@flow(name="rl-iteration", flow_run_name="iteration-{version}", validate_parameters=False)
+def rl_iteration(run: RunRef, version: int, plan: IterationPlan) -> dict[str, Any]:
+    """Turn policy version ``version`` into ``version + 1``. Returns the iteration's metrics row.
+
+    Runs on a `PoolTaskRunner`; the run's engines, queue and learner must be registered on its cluster. A stage that
+    fails fails the iteration: the run can be resumed behind the last one that was recorded.
+    """
+    started = time.time()
+    # 1. Block until the group queue holds batch v: complete, scored groups within the staleness bound.
+    batch = collect.submit(run, version, plan.timeout_s).result()
+    collected = time.time()
+    # 2. Train on it, while rollouts go on under v.
+    metrics = update.submit(run, version, plan.timeout_s).result()
+    # 3. Version v + 1 goes to the weight store; engines prefetch it while they still serve v.
+    published = publish.submit(run, plan.timeout_s).result()
+    # 4., 5., 6. Suspend at the next decode step, load (a pointer swap), resume: running trajectories go on under v + 1.
+    switched = switch_weights.submit(run, version + 1, plan.timeout_s).result()
+    # 7. Metrics, artifacts, manifest; then evaluate when due: the next load comes after it, so one version is measured.
+    spent = {"time/started_at": started, "time/collect_s": collected - started, "time/iteration_s": time.time() - started}
+    row = {**batch, **metrics, **{f"weights/{k}": v for k, v in published.items()}, **switched, **spent}
+    row = record.submit(run, version, row, plan.families).result()
+    if plan.evaluate_episodes:
+        episodes = dict.fromkeys(plan.families, plan.evaluate_episodes)
+        row["evaluation"] = evaluate_version.submit(
+            run, version + 1, episodes, plan.evaluate_seed, plan.greedy, plan.timeout_s
+        ).result()
+    return row

@@ -1,0 +1,62 @@
+"""Before anything expensive starts: is what the user gave usable, and which run is this?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flows.config import RunConfig
+from resources.environments.registry import make_environment
+from resources.object_store import ObjectStore
+from resources.policy.directory import check_model_directory
+from resources.rewards.scorers.registry import resolve_scorer
+from resources.runs import ResumePoint, RunRef, create_run, find_run, iterations, new_run_id, resume_point
+
+MUST_MATCH = ("seed", "families", "policy", "warm_start")
+"""What a resumed run keeps: other data or another model would be another run."""
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raises ValueError, naming the field, for what cannot work: store, model directory, environments, scorers."""
+    ObjectStore.open(config.store).check_writable()
+    if config.policy.model_directory is not None:
+        check_model_directory(config.policy.model_directory)
+    for name, family in config.families.items():
+        try:
+            make_environment(family)
+            resolve_scorer(family.scorer, family.scorer_arguments)
+        except ValueError as error:
+            raise ValueError(f"families.{name}: {error}") from error
+
+
+def needs_reward_pool(config: RunConfig) -> bool:
+    """Whether any family is judged on the reward pool."""
+    return any(resolve_scorer(f.scorer, f.scorer_arguments).runs == "pool" for f in config.families.values())
+
+
+def open_run(config: RunConfig, resume: str | None) -> tuple[RunRef, ResumePoint | None]:
+    """A new run, or an existing one and where it goes on.
+
+    Raises ValueError when the run to resume is not there, is of another configuration, or has nothing left to do.
+    """
+    if resume is None:
+        run = RunRef(run_id=new_run_id(config.name), store_url=config.store)
+        create_run(run, config.model_dump(mode="json"))
+        return run, None
+    run = find_run(config.store, resume)
+    _check_same(run, config.model_dump(mode="json"), run.folder().get_json("config.json"))
+    done = iterations(run)
+    if done and done[-1] + 1 >= config.num_iterations:
+        raise ValueError(
+            f"run {run.run_id} has {done[-1] + 1} iterations and num_iterations is {config.num_iterations}: nothing is "
+            f"left to do; for 60 more set num_iterations to {done[-1] + 61}"
+        )
+    return run, resume_point(run)
+
+
+def _check_same(run: RunRef, new: dict[str, Any], old: dict[str, Any]) -> None:
+    for field in MUST_MATCH:
+        if new[field] != old.get(field):
+            raise ValueError(
+                f"run {run.run_id} cannot be resumed with another {field}: it was started with {old.get(field)!r}, now it "
+                f"is {new[field]!r}; leave {field} as it was, or start a new run"
+            )

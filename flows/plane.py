@@ -1,0 +1,171 @@
+"""A run's long-lived actors on a Dask cluster: learner, engines, group queue, rollout workers; started, registered, ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+from distributed import Client
+
+from flows.config import RunConfig
+from resources.engines.actor import EngineActor
+from resources.failures import DeadlineExceeded, InfrastructureFailure
+from resources.hardware import PoolsConfig
+from resources.pools.actors import ActorHandle, call_sync
+from resources.pools.liveness import LossWatch
+from resources.pools.placement import release_actor, start_actor, workers_by_class
+from resources.pools.registry import RunActors, publish, withdraw
+from resources.rollout.group_queue import GroupQueue
+from resources.rollout.worker import RolloutWorker
+from resources.runs import ResumePoint, RunRef
+from tasks.training.owner import LearnerActor
+
+logger = logging.getLogger(__name__)
+CLOSE_S = 3.0
+"""An actor that does not close within this time is left to the end of its worker process."""
+FIRST_CALL_S = 120.0
+
+
+@dataclass(frozen=True)
+class Plane:
+    """What the driver holds of a run's actors."""
+
+    actors: RunActors
+    watch: LossWatch
+
+    def check(self) -> None:
+        """Raises InfrastructureFailure when an actor was lost with its worker."""
+        self.watch.check()
+
+
+@contextmanager
+def rollout_plane(
+    client: Client,
+    serving: Mapping[str, str],
+    run: RunRef,
+    config: RunConfig,
+    model_directory: str,
+    point: ResumePoint | None,
+) -> Iterator[Plane]:
+    """Start the run's actors, publish them in the registry, and close them with the block.
+
+    Args:
+        serving: for each hardware class the class whose workers serve it (itself, or a declared fallback).
+        model_directory: Hugging Face directory that the learner starts from.
+        point: where a resumed run goes on; None: version 0.
+    """
+    with ExitStack() as stack:
+        place = _Placement(client, config.pools, serving, stack)
+        version = point.version if point else 0
+        learner = place.one(
+            "learner",
+            LearnerActor,
+            run.model_dump(),
+            config.training.model_dump(mode="json"),
+            model_directory,
+            config.seed,
+            config.num_iterations,
+            device=place.of_role("learner").device,
+            threads=place.of_role("learner").torch_threads,
+            resume_version=point.version if point else None,
+            checkpoint_keep=config.checkpoint_keep,
+        )
+        call_sync(learner, "publish", timeout_s=FIRST_CALL_S)
+        engines = place.engines(run, config, version)
+        queue = place.one(
+            "control",
+            GroupQueue,
+            run.service_id,
+            run.store_url,
+            dict(config.families),
+            config.rollout,
+            config.seed,
+            point.queue_state if point else {"version": 0},
+            closing=True,
+        )
+        workers = place.rollout_workers(run, config, queue, engines)
+        actors = RunActors(run.service_id, engines, learner, queue, workers)
+        publish(client, actors)
+        stack.callback(_quietly, withdraw, client, run.service_id)
+        watch = stack.enter_context(LossWatch(actors.handles()))
+        yield Plane(actors, watch)
+
+
+class _Placement:
+    """Starts actors on the workers of their class; closes them in reverse order."""
+
+    def __init__(self, client: Client, pools: PoolsConfig, serving: Mapping[str, str], stack: ExitStack) -> None:
+        self._client = client
+        self._pools = pools
+        self._serving = serving
+        self._stack = stack
+        self._workers = workers_by_class(client)
+
+    def of_role(self, role: str):
+        return self._pools.classes[self._pools.of_role(role)[0]]
+
+    def one(self, role: str, cls: type, *args: object, closing: bool = False, **kwargs: object) -> ActorHandle:
+        """The single actor of a role, on the first worker of its class."""
+        hardware_class = self._serving[self._pools.of_role(role)[0]]
+        return self._start(cls, self._workers[hardware_class][0], role, args, kwargs, closing)
+
+    def engines(self, run: RunRef, config: RunConfig, version: int) -> dict[str, tuple[ActorHandle, ...]]:
+        """One engine on every worker of every engine class that has workers; a class without is served by its fallback."""
+        started: dict[str, tuple[ActorHandle, ...]] = {}
+        for name in sorted({self._serving[name] for name in self._pools.of_role("engine")}):
+            started[name] = tuple(
+                self._start(
+                    EngineActor,
+                    worker,
+                    f"engine-{name}-{index}",
+                    (),
+                    {
+                        "store_url": run.store_url,
+                        "run_id": run.run_id,
+                        "version": version,
+                        "config": config.engine,
+                        "hardware_class": name,
+                        "name": f"{name}-{index}",
+                        "device": self._pools.classes[name].device,
+                    },
+                    True,
+                )
+                for index, worker in enumerate(self._workers[name])
+            )
+        return started
+
+    def rollout_workers(
+        self, run: RunRef, config: RunConfig, queue: ActorHandle, engines: dict[str, tuple[ActorHandle, ...]]
+    ) -> tuple[ActorHandle, ...]:
+        """One rollout worker on every worker of the environment classes."""
+        workers = [w for name in self._pools.of_role("environment") for w in self._workers[self._serving[name]]]
+        by_class = {name: [(engine.name, engine) for engine in of_class] for name, of_class in engines.items()}
+        fallback = {name: list(c.fallback) for name, c in self._pools.classes.items() if c.role == "engine"}
+        return tuple(
+            self._start(
+                RolloutWorker,
+                worker,
+                f"rollout-{index}",
+                (f"rollout-{index}", run.service_id, run.store_url, queue, by_class, dict(config.families), config.rollout),
+                {"fallback": fallback},
+                True,
+            )
+            for index, worker in enumerate(dict.fromkeys(workers))
+        )
+
+    def _start(
+        self, cls: type, worker: str, name: str, args: tuple[object, ...], kwargs: dict[str, object], closing: bool
+    ) -> ActorHandle:
+        handle = start_actor(self._client, cls, *args, worker=worker, name=name, timeout_s=FIRST_CALL_S, **kwargs)
+        self._stack.callback(_quietly, release_actor, handle)
+        if closing:
+            self._stack.callback(_quietly, call_sync, handle, "close", timeout_s=CLOSE_S)
+        return handle
+
+
+def _quietly(function, *args, **kwargs) -> None:
+    """Close what can be closed: at the end of a run a worker may be gone already, and its process ends anyway."""
+    with suppress(InfrastructureFailure, DeadlineExceeded, OSError):
+        function(*args, **kwargs)

@@ -1,0 +1,50 @@
+"""The Dask pools of a flow, checked, and the task runner that dispatches stages to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed import Client
+from prefect.settings import PREFECT_API_URL
+
+from flows.task_runner import PoolTaskRunner
+from resources.hardware import PoolsConfig
+from resources.pools.cluster import open_pools
+from resources.pools.preflight import check_pools
+
+PRELOAD = ("prefect", "flows.iteration", "flows.evaluation", "flows.warm_start")
+"""What workers import before they take work: Prefect and the stages alone cost the first task some seconds."""
+CONSOLE_LEVEL = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
+
+
+@dataclass(frozen=True)
+class RunPools:
+    """A connected, checked cluster."""
+
+    client: Client
+    serving: Mapping[str, str]
+    """For each hardware class the class whose workers serve it."""
+
+    @property
+    def address(self) -> str:
+        return str(self.client.scheduler.address)
+
+    def task_runner(self) -> PoolTaskRunner:
+        """A new runner for one flow: stages go to the class that their ``pool:<class>`` tag names."""
+        return PoolTaskRunner(self.address, serving=dict(self.serving))
+
+
+@contextmanager
+def run_pools(config: PoolsConfig, state: Path) -> Iterator[RunPools]:
+    """Open (or attach to) the pools of a run; raises within a bounded time when a class has no workers."""
+    logs = state / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    env = {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "HF_HUB_OFFLINE": "1"}
+    if CONSOLE_LEVEL in os.environ:
+        env[CONSOLE_LEVEL] = os.environ[CONSOLE_LEVEL]
+    with open_pools(config, env=env, preload_modules=PRELOAD, log_path=logs / f"dask-{os.getpid()}.log") as client:
+        yield RunPools(client, check_pools(client, config).serving)

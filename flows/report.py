@@ -1,0 +1,78 @@
+"""What a run shows in the Prefect UI and leaves behind: progress, the learning curve, a link to its files, the summary."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
+
+from flows.config import RunConfig
+from flows.progress import RunProgress, summary_table
+from resources.runs import RunRef, evaluation_key
+from resources.telemetry.curve import learning_curve_png
+from resources.telemetry.metrics import read_metrics
+
+
+class RunReport:
+    """The artifacts of one run."""
+
+    def __init__(self, run: RunRef, config: RunConfig) -> None:
+        self._run = run
+        self._config = config
+        self._progress: UUID = create_progress_artifact(
+            0.0, key=f"progress-{run.run_id}", description=f"Iterations of run {run.run_id}"
+        )
+        create_link_artifact(
+            run.folder().uri(""), link_text="files of the run", key=f"store-{run.run_id}", description="The run's folder"
+        )
+
+    def iteration(self, row: dict[str, Any]) -> None:
+        """Move the progress artifact."""
+        update_progress_artifact(self._progress, 100.0 * (row["iteration"] + 1) / self._config.num_iterations)
+
+    def finish(
+        self, before: dict[str, Any] | None, after: dict[str, Any] | None, wall_s: float, progress: RunProgress
+    ) -> dict[str, Any]:
+        """Write ``summary.json`` and the learning curve; print the closing table. Returns the summary."""
+        rows = read_metrics(self._run.folder())
+        families = list(self._config.families)
+        summary = {
+            "run_id": self._run.run_id,
+            "families": families,
+            "success_before": _by_family(before),
+            "success_after": _by_family(after),
+            "wall_s": wall_s,
+            "num_iterations": len(rows),
+            "num_trajectories": sum(row["num_trajectories"] for row in rows),
+            "num_tokens": sum(row["num_tokens"] for row in rows),
+            "store": self._run.folder().uri(""),
+        }
+        folder = self._run.folder()
+        folder.put_json("summary.json", summary)
+        png = learning_curve_png(rows, families, title=f"run {self._run.run_id}")
+        folder.put("learning_curve.png", png)
+        create_markdown_artifact(
+            # A data URI, so that the picture shows whatever store the run wrote to.
+            f"![learning curve](data:image/png;base64,{base64.b64encode(png).decode()})",
+            key=f"curve-{self._run.run_id}",
+            description="Mean reward by task family",
+        )
+        progress.show(summary_table(summary))
+        return summary
+
+
+def _by_family(evaluation: dict[str, Any] | None) -> dict[str, float] | None:
+    return None if evaluation is None else {**evaluation["success"], "mean": evaluation["mean"]}
+
+
+def read_evaluation(run: RunRef, version: int) -> dict[str, Any] | None:
+    """The evaluation of a version as it was written, so that a resumed run still knows where it began."""
+    key = evaluation_key(version)
+    return run.folder().get_json(key) if run.folder().exists(key) else None

@@ -1,0 +1,71 @@
+"""`train`: the run. It opens the pools, warms the policy up, loops over iterations, and sums up."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prefect import get_run_logger
+
+from flows.config import RunConfig, state_dir, with_overrides
+from flows.evaluation import evaluate_plane
+from flows.iteration import IterationPlan, rl_iteration
+from flows.opening import check_inputs, open_run
+from flows.plane import rollout_plane
+from flows.pools import run_pools
+from flows.progress import RunProgress
+from flows.report import RunReport, read_evaluation
+from flows.reward_pool import reward_pool
+from flows.server import server_flow
+from flows.warm_start import starting_policy
+
+
+@server_flow(name="train", flow_run_name="{config.name}", check=check_inputs)
+def train(
+    config: RunConfig = RunConfig(),  # noqa: B008 - Prefect draws the form from this default
+    overrides: dict[str, Any] | None = None,
+    resume: str | None = None,
+) -> dict[str, Any]:
+    """Train a policy on several task families.
+
+    Args:
+        config: the run's configuration.
+        overrides: dotted keys of it to replace, e.g. ``{"training.learning_rate": 1e-3}``.
+        resume: id of a run in the same store to go on with behind its last completed iteration (``latest``: the newest).
+
+    Returns the summary that is also written as ``summary.json``. Raises ValueError for bad input before anything starts.
+    """
+    config = with_overrides(config, overrides or {})
+    check_inputs(config)
+    run, point = open_run(config, resume)
+    first, last = (point.version if point else 0), config.num_iterations
+    started = time.time()
+    get_run_logger().info("run %s, store %s", run.run_id, run.store_url)
+    report = RunReport(run, config)
+    before, after = read_evaluation(run, 0), None
+    with run_pools(config.pools, state_dir()) as pools, RunProgress(list(config.families), last, first) as progress:
+        model_directory = starting_policy(config, pools)
+        with (
+            rollout_plane(pools.client, pools.serving, run, config, model_directory, point) as plane,
+            reward_pool(run, config) as replicas,
+        ):
+            if config.evaluation.before and point is None:
+                before = evaluate_plane(pools, run, config, version=0)
+            for version in range(first, last):
+                plane.check()
+                plan = IterationPlan.of(config, version)
+                row = rl_iteration.with_options(task_runner=pools.task_runner())(run, version, plan)
+                report.iteration(row)
+                progress.iteration(row, replicas.num_replicas)
+            if config.evaluation.after:
+                after = evaluate_plane(pools, run, config, version=last)
+    return report.finish(before, after, time.time() - started, progress)
+
+
+if __name__ == "__main__":
+    # Through the package, so that what is pickled to Dask workers is defined in `flows.train`, not in `__main__`.
+    import sys
+
+    from flows.command_line import main
+
+    sys.exit(main())
