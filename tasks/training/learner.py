@@ -1,0 +1,225 @@
+"""The learner: turns policy version v and the rows of batch v into version v + 1.
+
+One update: advantages of all rows -> training masks -> optimizer steps (`steps`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from resources.object_store import ObjectStore
+from tasks.training.advantages.base import AdvantageEstimator
+from tasks.training.checkpoint import LearnerCounters, restore_checkpoint, save_checkpoint
+from tasks.training.config import TrainingConfig
+from tasks.training.forward import PolicyForward
+from tasks.training.losses.base import Loss
+from tasks.training.masks import derive_masks
+from tasks.training.metrics import batch_metrics
+from tasks.training.model import load_policy, policy_files, policy_tensors
+from tasks.training.normalisers import Normaliser
+from tasks.training.optimizer import build_optimizer
+from tasks.training.packing import PackableSequence
+from tasks.training.plugins import ESTIMATORS, LOSSES, NORMALISERS, resolve
+from tasks.training.row import TrainingRow
+from tasks.training.schedule import learning_rate_at
+from tasks.training.steps import StepsReport, TrainableRows, UpdateSteps
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    version: int
+    """The version that the learner holds now."""
+    metrics: dict[str, Any]
+    """Flat names to finite numbers, and ``notes``, when there is something to say, to a list of sentences."""
+    optimizer_steps: int
+    """Steps of this update; 0 when it was skipped."""
+    skipped: str | None = None
+    """Why no step was taken; None when one was."""
+
+
+class Learner:
+    """Owns weights, optimizer and counters. One thread at a time.
+
+    Args:
+        model_directory: Hugging Face directory of a causal LM.
+        config: algorithm and optimizer.
+        seed: of the order of rows; draws derive from (seed, version, epoch), so no generator has to be carried along.
+        device: torch device.
+        threads: torch threads of this process.
+        total_updates: length of the learning-rate schedule when the configuration does not name it.
+    """
+
+    def __init__(
+        self,
+        model_directory: str | Path,
+        config: TrainingConfig,
+        *,
+        seed: int,
+        device: str = "cpu",
+        threads: int = 1,
+        total_updates: int | None = None,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self.config = config
+        self.seed = seed
+        self.device = device
+        self.total_updates = total_updates
+        self.model_directory = Path(model_directory)
+        self.version = 0
+        self.optimizer_step = 0
+        self.skipped_updates = 0
+        self.skipped_steps = 0
+        self._failure: str | None = None
+        estimator = resolve("training.advantage.estimator", config.advantage.estimator, ESTIMATORS)
+        self._estimator: AdvantageEstimator = estimator(config.advantage)
+        self._loss: Loss = resolve("training.loss.name", config.loss.name, LOSSES)(config.loss)
+        self._normalise: Normaliser = resolve("training.normaliser", config.normaliser, NORMALISERS)
+        self.model = load_policy(model_directory, config.layout, device)
+        self._vocabulary_size = int(self.model.config.get_text_config().vocab_size)
+        self._forward = PolicyForward(self.model, config.max_logits_per_chunk)
+        self._optimizer = build_optimizer(list(self.model.parameters()), config.optimizer)
+
+    def update(
+        self,
+        rows: Sequence[TrainingRow],
+        version: int,
+        *,
+        num_families: int | None = None,
+        max_staleness: int | None = None,
+    ) -> UpdateReport:
+        """Train on batch ``version``; the learner then holds ``version + 1``.
+
+        A batch without any token to train (all groups dead or unscored) changes no weight: the update is skipped, said
+        so and counted, and the version advances all the same.
+
+        Args:
+            num_families: that share the loss equally; None: those that occur in ``rows``.
+            max_staleness: tokens sampled more versions ago than this are masked; None: all are trained.
+
+        Raises:
+            ValueError: a row that cannot be trained on, or a batch that is not the next one (nothing has changed then).
+            NonFiniteUpdate: NaN or infinite loss or gradient, with ``on_nonfinite: stop``.
+            RuntimeError: an earlier update failed half-way; `restore` first.
+        """
+        if self._failure is not None:
+            raise RuntimeError(f"the learner's weights are unknown ({self._failure}); restore a checkpoint first")
+        if version != self.version:
+            raise ValueError(
+                f"the learner holds version {self.version}; batch {version} is not the next one to train on"
+            )
+        started = time.perf_counter()
+        for row in rows:
+            row.validate(version=version, vocabulary_size=self._vocabulary_size)
+        advantages = self._estimator.estimate(rows)
+        masks = derive_masks(
+            rows,
+            advantages.excluded_R,
+            version=version,
+            max_staleness=max_staleness,
+            truncated_rows=self.config.truncated_rows,
+        )
+        metrics = batch_metrics(rows, advantages, masks, version)
+        notes: list[str] = []
+        skipped = None
+        live = [index for index, mask in enumerate(masks.trained_RT) if mask.any()]
+        trainable = TrainableRows(
+            sequences=[PackableSequence(rows[i].token_ids, masks.trained_RT[i], rows[i].temperature) for i in live],
+            families=[rows[i].family for i in live],
+            advantages_RT=[advantages.values_RT[i] for i in live],
+            behaviour_RT=[rows[i].behaviour_logprobs for i in live],
+            versions_RT=[rows[i].token_versions for i in live],
+            num_families=num_families or len({row.family for row in rows}),
+        )
+        steps_taken = 0
+        if live:
+            metrics["learning_rate"] = self._set_learning_rate(version)
+            report = self._take_steps(trainable, version)
+            metrics |= report.metrics
+            steps_taken = report.optimizer_steps
+            self.optimizer_step += report.optimizer_steps
+            self.skipped_steps += report.skipped_steps
+            if report.skipped_steps:
+                notes.append(
+                    f"{report.skipped_steps} optimizer steps were dropped: loss or gradient was NaN or infinite"
+                )
+                skipped = notes[-1] if not steps_taken else None
+        else:
+            self.skipped_updates += 1
+            skipped = (
+                f"update {version} took no step and changed no weight: {len(rows)} trajectories hold no token to train "
+                f"(sampled tokens masked by cause: {masks.masked_tokens or 'none was sampled'})"
+            )
+            notes.append(skipped)
+        self.version = version + 1
+        update_s = time.perf_counter() - started
+        processed = sum(len(sequence.token_ids) for sequence in trainable.sequences) * self.config.epochs
+        metrics |= {
+            "optimizer_steps": steps_taken,
+            "optimizer_steps/total": self.optimizer_step,
+            "optimizer_steps/skipped_total": self.skipped_steps,
+            "skipped_updates_total": self.skipped_updates,
+            "tokens/processed": processed,
+            "tokens_per_s": processed / update_s,
+            "time/learner_s": update_s,
+        }
+        if notes:
+            metrics["notes"] = notes
+        return UpdateReport(self.version, metrics, steps_taken, skipped)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of the weights on the CPU, by name, contiguous; a tied head is left out."""
+        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in policy_tensors(self.model).items()}
+
+    def files(self) -> dict[str, bytes]:
+        """Configuration and tokenizer files that make a published version loadable by itself."""
+        return policy_files(self.model_directory)
+
+    def save(self, store: ObjectStore, prefix: str) -> None:
+        """Write a checkpoint under ``prefix``; complete once ``state.json`` lies there."""
+        counters = LearnerCounters(
+            self.seed, self.version, self.optimizer_step, self.skipped_updates, self.skipped_steps
+        )
+        save_checkpoint(store, prefix, self.model, self._optimizer, counters)
+
+    def restore(self, store: ObjectStore, prefix: str) -> None:
+        """Go on from a checkpoint: the next update is bitwise the one that would have followed it.
+
+        Raises:
+            KeyError: there is no complete checkpoint.
+            ValueError: it is damaged, of another model, or of a run with another seed (nothing has changed then).
+        """
+        counters = restore_checkpoint(store, prefix, self.model, self._optimizer, seed=self.seed)
+        self.version = counters.version
+        self.optimizer_step = counters.optimizer_step
+        self.skipped_updates = counters.skipped_updates
+        self.skipped_steps = counters.skipped_steps
+        self._failure = None
+
+    def _set_learning_rate(self, version: int) -> float:
+        learning_rate = learning_rate_at(version, self.config.optimizer, self.total_updates)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        return learning_rate
+
+    def _take_steps(self, rows: TrainableRows, version: int) -> StepsReport:
+        steps = UpdateSteps(
+            rows,
+            forward=self._forward,
+            loss=self._loss,
+            normalise=self._normalise,
+            optimizer=self._optimizer,
+            config=self.config,
+            device=self.device,
+        )
+        try:
+            return steps.run(version=version, seed=self.seed)
+        except BaseException as error:
+            # Some steps may have been taken and others not: such weights are no version.
+            self._failure = f"update {version} failed: {type(error).__name__}: {error}"
+            raise

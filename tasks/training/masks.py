@@ -1,0 +1,48 @@
+"""Which sampled tokens are trained, derived anew for every update: the stored masks are never rewritten."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tasks.training.row import TrainingRow
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMasks:
+    trained_RT: list[np.ndarray]
+    """bool [T] for each row: sampled, and nothing speaks against training it."""
+    masked_tokens: dict[str, int]
+    """Sampled tokens that are not trained, by cause; each counts once, under the first cause that applies."""
+
+
+def derive_masks(
+    rows: Sequence[TrainingRow],
+    excluded: Sequence[str | None],
+    *,
+    version: int,
+    max_staleness: int | None,
+    truncated_rows: Literal["train", "mask"],
+) -> TrainingMasks:
+    """Drop excluded rows whole (``unscored``, ``dead_group``), cut rows if so configured (``truncated``), and tokens
+    beyond the staleness bound (``stale``: version minus the token's own version exceeds it; None: no bound)."""
+    trained: list[np.ndarray] = []
+    masked: Counter[str] = Counter()
+    for row, cause in zip(rows, excluded, strict=True):
+        if cause is None and row.truncated and truncated_rows == "mask":
+            cause = "truncated"
+        if cause is not None:
+            masked[cause] += int(row.loss_mask.sum())
+            trained.append(np.zeros(len(row.token_ids), np.bool_))
+            continue
+        mask = row.loss_mask.astype(np.bool_)
+        if max_staleness is not None:
+            stale = mask & (version - row.token_versions > max_staleness)
+            masked["stale"] += int(stale.sum())
+            mask = mask & ~stale
+        trained.append(mask)
+    return TrainingMasks(trained, {cause: count for cause, count in masked.items() if count})

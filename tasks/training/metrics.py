@@ -1,0 +1,123 @@
+"""What an update measured, under the names that people look for. Flat names, ``/`` between part and quantity."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tasks.training.advantages.base import Advantages
+from tasks.training.losses.base import LossInputs, TokenLosses
+from tasks.training.losses.ratios import k3
+from tasks.training.masks import TrainingMasks
+from tasks.training.row import TrainingRow
+
+
+def batch_metrics(
+    rows: Sequence[TrainingRow], advantages: Advantages, masks: TrainingMasks, version: int
+) -> dict[str, Any]:
+    """What is known before the first step: rewards, advantages, dead groups, masked tokens, staleness. Finite values
+    only."""
+    rewards: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    trajectories: Counter[str] = Counter()
+    trained: Counter[str] = Counter()
+    for row, mask in zip(rows, masks.trained_RT, strict=True):
+        trajectories[row.family] += 1
+        trained[row.family] += int(mask.sum())
+        if row.reward is not None:
+            rewards[row.family][row.rollout_id] = row.reward
+    metrics: dict[str, Any] = {}
+    for family in sorted(trajectories):
+        metrics[f"num_trajectories/{family}"] = trajectories[family]
+        metrics[f"trained_tokens/{family}"] = trained[family]
+        if rewards[family]:
+            metrics[f"reward/{family}"] = math.fsum(rewards[family].values()) / len(rewards[family])
+        if num_groups := advantages.num_groups.get(family, 0):
+            metrics[f"num_groups/{family}"] = num_groups
+            metrics[f"dead_group_share/{family}"] = advantages.num_dead_groups.get(family, 0) / num_groups
+    if all_rewards := [reward for by_rollout in rewards.values() for reward in by_rollout.values()]:
+        metrics["reward/mean"] = math.fsum(all_rewards) / len(all_rewards)
+    if num_groups := sum(advantages.num_groups.values()):
+        metrics["dead_group_share"] = sum(advantages.num_dead_groups.values()) / num_groups
+    if advantages.num_rollouts:
+        metrics["unscored_share"] = advantages.num_unscored / advantages.num_rollouts
+    metrics["truncated_share"] = sum(row.truncated for row in rows) / max(1, len(rows))
+    values = np.concatenate(
+        [values[mask] for values, mask in zip(advantages.values_RT, masks.trained_RT, strict=True)] or [np.zeros(0)]
+    )
+    if values.size:
+        metrics["advantage/mean"] = float(values.mean())
+        metrics["advantage/std"] = float(values.std())
+        metrics["advantage/max_abs"] = float(np.abs(values).max())
+    metrics["tokens/trained"] = sum(trained.values())
+    for cause in ("unscored", "dead_group", "truncated", "stale"):
+        metrics[f"tokens/masked/{cause}"] = masks.masked_tokens.get(cause, 0)
+    staleness = [version - oldest for row in rows if (oldest := row.oldest_version) is not None]
+    if staleness:
+        metrics["staleness/mean"] = sum(staleness) / len(staleness)
+        metrics["staleness/max"] = max(staleness)
+    return metrics
+
+
+class StepSums:
+    """Sums over the trained tokens of an update's optimizer steps; kept on the device, read once at the end."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._extrema: dict[str, torch.Tensor] = {}
+        self.num_tokens = 0
+
+    def add(self, inputs: LossInputs, losses: TokenLosses, entropy_N: torch.Tensor) -> None:
+        """Count one micro-batch. Ignores an empty one."""
+        if not losses.ratio_N.numel():
+            return
+        with torch.no_grad():
+            self.num_tokens += losses.ratio_N.numel()
+            log_ratio_N = inputs.current_logprobs_N - inputs.behaviour_logprobs_N
+            sums = {
+                "ratio/mean": losses.ratio_N.sum(),
+                "clip_share": losses.clipped_N.float().sum(),
+                "approx_kl": k3(log_ratio_N).sum(),
+                "entropy": entropy_N.sum(),
+                **losses.sums,
+            }
+            for name, value in sums.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value.detach()
+            lowest, highest = torch.aminmax(losses.ratio_N)
+            self._extrema["ratio/min"] = torch.minimum(self._extrema.get("ratio/min", lowest), lowest)
+            self._extrema["ratio/max"] = torch.maximum(self._extrema.get("ratio/max", highest), highest)
+
+    def merge(self, other: StepSums) -> None:
+        """Add what another one has counted."""
+        self.num_tokens += other.num_tokens
+        for name, value in other._sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        for name, value in other._extrema.items():
+            choose = torch.minimum if name.endswith("/min") else torch.maximum
+            self._extrema[name] = choose(self._extrema.get(name, value), value)
+
+    def read(self) -> dict[str, float]:
+        """Means over tokens and extrema; {} when there was no token."""
+        means = {name: float(value) / self.num_tokens for name, value in self._sums.items()}
+        return {**means, **{name: float(value) for name, value in self._extrema.items()}}
+
+
+def mismatch_metrics(differences: np.ndarray, versions: np.ndarray, version: int) -> dict[str, float]:
+    """Learner minus engine log-probabilities [N], measured before the first optimizer step of the update.
+
+    On tokens of the learner's own version it is the numerical mismatch of the two implementations
+    (``engine_difference``); on older tokens it holds what the updates since then changed (``policy_drift``).
+    """
+    metrics: dict[str, float] = {}
+    own = versions == version
+    for name, chosen in (("engine_difference", own), ("policy_drift", ~own)):
+        metrics[f"{name}/num_tokens"] = int(chosen.sum())
+        if chosen.any():
+            magnitude = np.abs(differences[chosen])
+            metrics[f"{name}/mean"] = float(magnitude.mean())
+            metrics[f"{name}/max"] = float(magnitude.max())
+    return metrics

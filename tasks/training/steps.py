@@ -1,0 +1,182 @@
+"""The optimizer steps of one update: minibatches, micro-batches, gradient accumulation.
+
+The gradient of a step is that of the whole minibatch: denominators are taken over the minibatch before it is split, and
+the micro-batches' gradients only add up. Legend: R trained rows of the update, T tokens of a row, N trained tokens of a
+micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from resources.failures import RollartError
+from tasks.training.config import TrainingConfig
+from tasks.training.forward import PolicyForward
+from tasks.training.losses.base import Loss, LossInputs
+from tasks.training.metrics import StepSums, mismatch_metrics
+from tasks.training.minibatches import deal_minibatches
+from tasks.training.normalisers import Normaliser
+from tasks.training.packing import MicroBatch, PackableSequence, pack, plan_microbatches
+
+
+class NonFiniteUpdate(RollartError):
+    """Loss or gradient is NaN or infinite; raised before the weights change."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableRows:
+    """R rows that have at least one trained token each."""
+
+    sequences: list[PackableSequence]
+    families: list[str]
+    advantages_RT: list[np.ndarray]
+    """float32 [T] each"""
+    behaviour_RT: list[np.ndarray]
+    """float32 [T] each"""
+    versions_RT: list[np.ndarray]
+    """int32 [T] each"""
+    num_families: int
+    """Families that share the loss equally."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepsReport:
+    metrics: dict[str, Any]
+    optimizer_steps: int
+    skipped_steps: int
+
+
+class UpdateSteps:
+    """Takes the steps of one update. Made anew for each one; owns nothing that outlives it."""
+
+    def __init__(
+        self,
+        rows: TrainableRows,
+        *,
+        forward: PolicyForward,
+        loss: Loss,
+        normalise: Normaliser,
+        optimizer: torch.optim.Optimizer,
+        config: TrainingConfig,
+        device: str,
+    ) -> None:
+        self.rows = rows
+        self.forward = forward
+        self.loss = loss
+        self.normalise = normalise
+        self.optimizer = optimizer
+        self.config = config
+        self.device = device
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.num_tokens_R = np.array([int(sequence.trained.sum()) for sequence in rows.sequences])
+        self.start_logprobs: dict[int, torch.Tensor] = {}
+        """By row: log-probabilities of its trained tokens under the weights with which the update started."""
+
+    def run(self, *, version: int, seed: int) -> StepsReport:
+        """All epochs. Raises NonFiniteUpdate."""
+        sums = StepSums()
+        losses: list[float] = []
+        norms: list[float] = []
+        num_steps = 0
+        for epoch in range(self.config.epochs):
+            rng = np.random.default_rng([seed, version, epoch])
+            minibatches = deal_minibatches(self.rows.families, self.config.minibatches, rng)
+            if epoch == 0 and self.loss.needs_proximal:
+                for minibatch in minibatches[1:]:
+                    self._read_start_logprobs(minibatch)
+            for minibatch in minibatches:
+                # The first step's own forward pass still runs on the weights of the start.
+                step_sums, loss, norm = self.accumulate_gradient(minibatch, at_start=num_steps == 0 and epoch == 0)
+                num_steps += 1
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    self._refuse(version, loss, norm)
+                    continue
+                self.optimizer.step()
+                sums.merge(step_sums)
+                losses.append(loss)
+                norms.append(norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics: dict[str, Any] = {**sums.read(), **self._mismatch(version)}
+        if losses:
+            metrics |= {
+                "loss": sum(losses) / len(losses),
+                "grad_norm": sum(norms) / len(norms),
+                "grad_norm/max": max(norms),
+            }
+        return StepsReport(metrics, len(losses), num_steps - len(losses))
+
+    def accumulate_gradient(self, minibatch: Sequence[int], *, at_start: bool) -> tuple[StepSums, float, float]:
+        """Gradient of a whole minibatch, clipped. Returns sums for the metrics, the loss, and the norm before the
+        clip."""
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = StepSums()
+        weights = self.normalise(
+            self.num_tokens_R[minibatch], [self.rows.families[row] for row in minibatch], self.rows.num_families
+        )
+        weight_of = dict(zip(minibatch, weights, strict=True))
+        loss = torch.zeros((), device=self.device)
+        for batch in self._microbatches(minibatch):
+            current_N, entropy_N = self.forward.logprobs(batch)
+            if at_start:
+                self._keep_start_logprobs(batch, current_N.detach())
+            inputs = LossInputs(
+                current_logprobs_N=current_N,
+                behaviour_logprobs_N=self._gather(self.rows.behaviour_RT, batch),
+                proximal_logprobs_N=(
+                    torch.cat([self.start_logprobs[row] for row in batch.rows]) if self.loss.needs_proximal else None
+                ),
+                advantages_N=self._gather(self.rows.advantages_RT, batch),
+                sequence_N=batch.sequence_N,
+                num_sequences=len(batch.rows),
+            )
+            token_losses = self.loss.token_losses(inputs)
+            weights_B = torch.tensor([weight_of[row] for row in batch.rows], dtype=torch.float32, device=self.device)
+            part = (token_losses.values_N * weights_B.index_select(0, batch.sequence_N)).sum()
+            part.backward()
+            loss += part.detach()
+            sums.add(inputs, token_losses, entropy_N)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm)
+        return sums, float(loss), float(norm)
+
+    def _refuse(self, version: int, loss: float, norm: float) -> None:
+        if self.config.on_nonfinite == "stop":
+            raise NonFiniteUpdate(
+                f"update {version}: loss {loss}, gradient norm {norm}; the step was not taken. Lower "
+                "training.optimizer.learning_rate, or set training.on_nonfinite to 'skip' to go on without such steps"
+            )
+
+    def _microbatches(self, minibatch: Sequence[int]) -> list[MicroBatch]:
+        lengths = [len(self.rows.sequences[row].token_ids) for row in minibatch]
+        plan = plan_microbatches(lengths, self.config.max_tokens_per_microbatch, self.config.layout)
+        return [
+            pack(self.rows.sequences, [minibatch[index] for index in indices], self.config.layout, self.device)
+            for indices in plan
+        ]
+
+    def _read_start_logprobs(self, minibatch: Sequence[int]) -> None:
+        with torch.no_grad():
+            for batch in self._microbatches(minibatch):
+                self._keep_start_logprobs(batch, self.forward.logprobs(batch)[0])
+
+    def _keep_start_logprobs(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> None:
+        parts = logprobs_N.split(self.num_tokens_R[list(batch.rows)].tolist())
+        self.start_logprobs.update(zip(batch.rows, parts, strict=True))
+
+    def _gather(self, values_RT: Sequence[np.ndarray], batch: MicroBatch) -> torch.Tensor:
+        """The trained positions of per-token arrays, in the order of the micro-batch: float32 [N]."""
+        parts = [values_RT[row][self.rows.sequences[row].trained] for row in batch.rows]
+        return torch.as_tensor(np.concatenate(parts), dtype=torch.float32, device=self.device)
+
+    def _mismatch(self, version: int) -> dict[str, float]:
+        rows = sorted(self.start_logprobs)
+        trained = [self.rows.sequences[row].trained for row in rows]
+        learner = torch.cat([self.start_logprobs[row] for row in rows]).cpu().numpy()
+        engine = np.concatenate([self.rows.behaviour_RT[row][mask] for row, mask in zip(rows, trained, strict=True)])
+        versions = np.concatenate([self.rows.versions_RT[row][mask] for row, mask in zip(rows, trained, strict=True)])
+        return mismatch_metrics(learner - engine, versions, version)
