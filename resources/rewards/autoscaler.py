@@ -15,15 +15,18 @@ from resources.rewards.config import RewardsConfig
 from resources.rewards.queue import Backlog
 
 
-def decide(config: RewardsConfig, *, num_unfinished: int, num_running: int, num_pending: int) -> int:
+def decide(config: RewardsConfig, backlog: Backlog, *, num_running: int, num_pending: int) -> int:
     """How many replicas to launch now, at least 0.
 
     One replica for every ``target_backlog_per_replica`` unfinished scoring requests, begun ones counting whole, between
-    the floor and ``max_replicas``; less those that run and those that were asked for and have not registered.
+    the floor and ``max_replicas``; less those that run and those that were asked for and have not registered. While
+    some run, a backlog that they have not left waiting for ``scale_up_age_s`` asks for no more.
     """
     floor = max(config.min_replicas, int(config.start_ahead))
-    wanted = max(floor, -(-num_unfinished // config.target_backlog_per_replica))
-    return max(0, min(wanted, config.max_replicas) - num_running - num_pending)
+    wanted = -(-backlog.num_unfinished // config.target_backlog_per_replica)
+    if num_running and backlog.oldest_age_s <= config.scale_up_age_s:
+        wanted = min(wanted, num_running)
+    return max(0, min(max(floor, wanted), config.max_replicas) - num_running - num_pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,7 @@ class Autoscaler:
         self.num_expired += len(self._asked_at) - len(on_time)
         self._asked_at = on_time
         backlog = self._backlog()
-        num_launched = decide(
-            self._config,
-            num_unfinished=backlog.num_unfinished,
-            num_running=len(running),
-            num_pending=len(self._asked_at),
-        )
+        num_launched = decide(self._config, backlog, num_running=len(running), num_pending=len(self._asked_at))
         for _ in range(num_launched):  # one by one: what was launched before a failure counts
             self._launch(1)
             self._asked_at.append(now)

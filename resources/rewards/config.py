@@ -23,6 +23,9 @@ class RewardsConfig(BaseModel):
     """Start one replica before there is work: with ``max_staleness`` 0 nothing else hides its cold start."""
     target_backlog_per_replica: int = Field(64, ge=1)
     """Unfinished scoring requests for which one replica is enough; more of them ask for more replicas."""
+    scale_up_age_s: float = Field(2.0, ge=0)
+    """Replicas are added to those that run only when a request has waited for more than this many seconds: a cold start
+    takes several, and a short burst is over before it."""
     autoscale_period_s: float = Field(0.5, gt=0)
     """Seconds between two looks at the backlog."""
     launch_timeout_s: float = Field(60.0, gt=0)

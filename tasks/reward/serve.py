@@ -6,14 +6,16 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from resources.object_store import ObjectStore
 from resources.rewards.config import RewardsConfig
+from resources.rewards.liveness import RUN_HEARTBEAT
 from resources.rewards.queue import RewardQueue
 from resources.rewards.replica import serve_rewards
+from resources.rewards.scorers.arguments import read_scorer_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +28,15 @@ def serve(
     Raises ValueError when the store holds no such run: the replica looks at another store than the run.
     """
     store = ObjectStore.open(store_url)
-    arguments = scorer_arguments(store, run_id)
+    run = store.sub(f"runs/{run_id}")
+    if not run.exists(RUN_HEARTBEAT):
+        raise ValueError(
+            f"store {store.url} holds no run {run_id!r} ({run.uri(RUN_HEARTBEAT)} is missing): "
+            "a reward replica must reach the store of the run that it serves under the same url"
+        )
+    arguments = read_scorer_arguments(store, run_id)
     owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     queue = RewardQueue(store, run_id, max_attempts=config.max_attempts, clock_skew_s=config.clock_skew_s)
     logger.info("reward replica %s serves run %s at %s", owner, run_id, store.url)
     report = serve_rewards(queue, config, owner=owner, scorer_arguments=arguments, should_stop=should_stop)
     return asdict(report)
-
-
-def scorer_arguments(store: ObjectStore, run_id: str) -> dict[str, Mapping[str, Any]]:
-    """``scorer_arguments`` of each task family, from the run's configuration."""
-    try:
-        config = store.get_json(f"runs/{run_id}/config.json")
-    except KeyError as error:
-        raise ValueError(
-            f"store {store.url} holds no run {run_id!r} (runs/{run_id}/config.json is missing): "
-            "a reward replica must reach the store of the run that it serves under the same url"
-        ) from error
-    return {name: family.get("scorer_arguments", {}) for name, family in config["families"].items()}

@@ -24,7 +24,7 @@ class PaperPool:
         self.fails_with: Exception | None = None
         self.autoscaler = Autoscaler(
             config,
-            lambda: Backlog(num_unclaimed=self.num_unfinished),
+            lambda: Backlog(num_unclaimed=self.num_unfinished, oldest_age_s=60.0),
             self.launch,
             lambda: self.alive,
             lambda: self.now,
@@ -46,23 +46,27 @@ class PaperPool:
 
 
 @pytest.mark.parametrize(
-    ("num_unfinished", "num_running", "num_pending", "num_launched"),
+    ("num_unclaimed", "num_in_flight", "age_s", "num_running", "num_pending", "num_launched"),
     [
-        (0, 0, 0, 0),
-        (1, 0, 0, 1),
-        (10, 0, 0, 1),
-        (11, 0, 0, 2),
-        (1000, 0, 0, 3),
-        (1000, 1, 0, 2),
-        (1000, 1, 2, 0),
-        (1000, 2, 5, 0),
-        (5, 2, 0, 0),
-        (0, 3, 0, 0),
+        (0, 0, 0, 0, 0, 0),
+        (1, 0, 0, 0, 0, 1),
+        (10, 0, 0, 0, 0, 1),
+        (11, 0, 0, 0, 0, 2),
+        (1000, 0, 0, 0, 0, 3),
+        (1000, 0, 9, 1, 0, 2),
+        (1000, 0, 2, 1, 0, 0),
+        (1000, 0, 2.1, 1, 0, 2),
+        (1000, 0, 9, 1, 2, 0),
+        (1000, 0, 9, 2, 5, 0),
+        (5, 10, 9, 1, 0, 1),
+        (5, 0, 9, 2, 0, 0),
+        (0, 10, 0, 0, 0, 1),
+        (0, 0, 0, 3, 0, 0),
     ],
 )
-def test_decide(num_unfinished, num_running, num_pending, num_launched):
-    decided = decide(CONFIG, num_unfinished=num_unfinished, num_running=num_running, num_pending=num_pending)
-    assert decided == num_launched
+def test_decide(num_unclaimed, num_in_flight, age_s, num_running, num_pending, num_launched):
+    backlog = Backlog(num_unclaimed=num_unclaimed, num_in_flight=num_in_flight, oldest_age_s=age_s)
+    assert decide(CONFIG, backlog, num_running=num_running, num_pending=num_pending) == num_launched
 
 
 def test_decide_keeps_a_floor():
@@ -71,8 +75,8 @@ def test_decide_keeps_a_floor():
         (RewardsConfig(min_replicas=2), 2),
         (RewardsConfig(min_replicas=2, start_ahead=True), 2),
     ]:
-        assert decide(config, num_unfinished=0, num_running=0, num_pending=0) == floor
-        assert decide(config, num_unfinished=0, num_running=floor, num_pending=0) == 0
+        assert decide(config, Backlog(), num_running=0, num_pending=0) == floor
+        assert decide(config, Backlog(), num_running=floor, num_pending=0) == 0
 
 
 def test_from_zero_to_the_maximum_and_back_to_zero():

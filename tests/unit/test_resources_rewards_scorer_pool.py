@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -153,3 +155,29 @@ class DeafProcess(ScorerProcess):
 
     def read(self) -> None:
         return None
+
+
+REPLICA_THAT_IS_KILLED = f"""
+import sys
+from resources.rewards.base import ScoringRequest
+from resources.rewards.scorer_pool import ScorerPool
+pool = ScorerPool(1)
+while not pool.wait(0.01) and not pool._workers[0].ready:
+    pass
+pool.submit("t", ScoringRequest("run/t", "f", "{MODULE}:LockHoldingScorer", "1", {{}}, 60.0), {{}})
+pool.wait(0.01)
+print(pool.pids()[0], flush=True)
+pool.wait(60.0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent, whatever it does")
+def test_a_scorer_that_loops_does_not_outlive_a_killed_replica():
+    replica = subprocess.Popen([sys.executable, "-c", REPLICA_THAT_IS_KILLED], stdout=subprocess.PIPE, text=True)
+    assert replica.stdout is not None
+    with replica.stdout:
+        scorer = int(replica.stdout.readline())
+        assert is_alive(scorer)
+        replica.kill()
+        replica.wait(timeout=PATIENCE_S)
+    wait_until_gone(scorer)

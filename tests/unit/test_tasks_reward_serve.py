@@ -5,19 +5,20 @@ import time
 
 import pytest
 
+from resources.environments.family import FamilyConfig
 from resources.object_store import ObjectStore
 from resources.rewards.base import ScoringRequest
 from resources.rewards.config import RewardsConfig
 from resources.rewards.elastic_pool import elastic_pool
 from resources.rewards.queue import RewardQueue
 from resources.rewards.scorers import resolve_scorer
+from resources.rewards.scorers.arguments import write_scorer_arguments
 from tasks.reward.serve import serve
 
 CONFIG = RewardsConfig(
     keep_alive_s=60.0, heartbeat_s=0.05, idle_poll_s=0.05, autoscale_period_s=0.02, target_backlog_per_replica=4
 )
 PATIENCE_S = 60.0
-FAMILY = {"scorer": "exact_answer", "scorer_arguments": {"ignore_case": True}}
 
 
 def test_a_run_that_the_store_does_not_hold_is_refused(tmp_path):
@@ -28,8 +29,10 @@ def test_a_run_that_the_store_does_not_hold_is_refused(tmp_path):
 def test_the_pool_grows_with_the_backlog_and_ends_with_the_run(tmp_path):
     """From 0 to max_replicas and back to 0, with replicas in threads; every request is answered once."""
     store = ObjectStore.open(tmp_path)
-    store.put_json("runs/run/config.json", {"families": {"capitals": FAMILY, "plain": {"scorer": "exact_answer"}}})
-    version = resolve_scorer("exact_answer", FAMILY["scorer_arguments"]).version
+    plain = FamilyConfig(environment="calculator", hardware_class="compute", scorer="exact_answer")
+    capitals = plain.model_copy(update={"scorer_arguments": {"ignore_case": True}})
+    write_scorer_arguments(store, "run", {"capitals": capitals, "plain": plain})
+    version = resolve_scorer("exact_answer", capitals.scorer_arguments).version
     queue = RewardQueue(store, "run")
     ids = {
         queue.submit([
