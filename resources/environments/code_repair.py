@@ -54,7 +54,7 @@ class CodeRepair:
 
     env_version = "1"
 
-    def __init__(self, num_attempts: int = 2, test_deadline_s: float = 5.0) -> None:
+    def __init__(self, num_attempts: int = 2, test_deadline_s: float = 2.0) -> None:
         """``test_deadline_s``: longest time of one visible test run, in seconds."""
         if num_attempts < 1:
             raise ValueError(f"code_repair: num_attempts is {num_attempts}; it must be at least 1")

@@ -14,7 +14,7 @@ from typing import Any
 
 from resources.environments.base import Message, ScriptedExpert, StepOutcome
 from resources.environments.threads import DaemonThreads
-from resources.failures import EnvironmentFailure
+from resources.failures import EnvironmentFailure, RollartError
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -84,8 +84,8 @@ class DeadlineEnvironment:
             raise EnvironmentFailure(f"{self._family}: {name} did not return within {deadline_s:g} s{waited}")
         try:
             return future.result()
-        except EnvironmentFailure:
-            raise
+        except RollartError:
+            raise  # it names its boundary already
         except Exception as error:
             raise EnvironmentFailure(f"{self._family}: {name} raised {type(error).__name__}: {error}") from error
         except asyncio.CancelledError as error:  # by the environment's own doing: nobody cancelled this call

@@ -91,7 +91,7 @@ class FrozenLake:
     def _surroundings(self) -> str:
         row, column = self._cell
         cells = (f"{direction} {self._at(self._beside(direction))}" for direction in DIRECTIONS)
-        return f"row {row} col {column} " + " ".join(cells)
+        return f"{row} {column} " + " ".join(cells)
 
     def _beside(self, direction: str) -> Cell:
         step = _MOVES[direction]

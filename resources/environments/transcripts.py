@@ -3,18 +3,20 @@ benchmark."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from resources.environments.action_text import INVALID_ACTION_PENALTY
-from resources.environments.base import Message, ScriptedExpert
+from resources.environments.base import Environment, Message, ScriptedExpert
 from resources.environments.family import FamilyConfig
 from resources.environments.registry import make_environment
 from resources.environments.seeds import episode_seed
+from resources.failures import RewardFailure
+from resources.rewards.base import Score, ScoringRequest
+from resources.rewards.scorers.registry import ResolvedScorer, resolve_scorer
 from resources.rollout.messages import Split
-from resources.sandbox.runner import run_tests_async
 
 QUICKSTART_NOISE: Mapping[str, float] = {"frozen_lake": 0.5, "guess_number": 0.6, "calculator": 0.3, "code_repair": 0.5}
 """Probability of a random valid action that leaves the warm start something for RL to learn, by family."""
@@ -34,7 +36,8 @@ async def noisy_expert_episode(
 ) -> Transcript:
     """Play one episode: each action is a random valid one with probability ``p_random``, else the expert's.
 
-    Raises ValueError when the environment offers no scripted expert, EnvironmentFailure when it fails.
+    The family's own scorer judges it, on the spot if it is one of the reward pool. Raises ValueError when the
+    environment offers no scripted expert, EnvironmentFailure or RewardFailure when a part fails.
     """
     environment = make_environment(config, family=family)
     if not isinstance(environment, ScriptedExpert):
@@ -54,13 +57,28 @@ async def noisy_expert_episode(
             if outcome.terminated or outcome.truncated:
                 break
             messages.extend(outcome.observation)
-        payload = environment.judgement()
-        if payload is not None:
-            success = await judge_payload(payload)
-            reward = float(success) + INVALID_ACTION_PENALTY * payload.get("num_invalid_actions", 0)
+        scorer = resolve_scorer(config.scorer, config.scorer_arguments)
+        if scorer.runs == "pool":
+            score = await _score(scorer, environment, config, family or config.environment)
+            reward, success = score.reward or 0.0, bool(score.success)
     finally:
         await environment.close()
     return Transcript(messages, reward, success)
+
+
+async def _score(scorer: ResolvedScorer, environment: Environment, config: FamilyConfig, family: str) -> Score:
+    """The verdict that the reward pool would give, worked out here."""
+    payload = environment.judgement()
+    if payload is None:
+        raise ValueError(
+            f"{family}: the scorer {scorer.name!r} runs on the reward pool, but {config.environment!r} has no "
+            "judgement(); return its payload there, or use the scorer 'environment'"
+        )
+    request = ScoringRequest("", family, scorer.name, scorer.version, payload, config.score_deadline_s)
+    score = await asyncio.to_thread(scorer.score, request)
+    if score.failure is not None:
+        raise RewardFailure(f"{family}: the scorer {scorer.name!r} failed: {score.failure_message}")
+    return score
 
 
 async def policy_rate(
@@ -81,15 +99,3 @@ async def policy_rate(
         episode = episode_seed(seed, family, index, split)
         solved += (await noisy_expert_episode(config, episode, p_random, rng, family=family)).success
     return solved / num_episodes
-
-
-async def judge_payload(payload: Mapping[str, Any]) -> bool:
-    """The verdict that the scorers ``exact_answer`` and ``unit_tests`` give on such a payload, worked out on the spot.
-
-    Raises ValueError for a payload of another scorer.
-    """
-    if "expected" in payload:
-        return payload["answer"] == payload["expected"]
-    if "tests" in payload:
-        return (await run_tests_async(payload["code"], payload["tests"])).passed
-    raise ValueError(f"no built-in scorer judges a payload of {sorted(payload)}; success is unknown here")

@@ -54,7 +54,7 @@ _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x0800000
 _NOBODY = 65534
 
 
-def serve(inside_bubblewrap, use_filter=True):
+def serve(inside_bubblewrap):
     """Answer requests until stdin ends (the parent closed it, or is gone)."""
     # The protocol moves to high descriptors: whatever writes to 0, 1 or 2 writes to /dev/null.
     requests, replies = os.dup(0), os.dup(1)
@@ -65,11 +65,11 @@ def serve(inside_bubblewrap, use_filter=True):
     layers = ["bubblewrap"] if inside_bubblewrap else _isolate_process(libc)
     forbid_new_privileges(libc)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no child may read this process's memory
-    program = build_filter(machine_name()) if use_filter else None
-    if program is not None and _filter_is_possible(libc, program):
-        layers.append("syscall filter")
-    else:
+    program = build_filter(machine_name())
+    if program is not None and not _filter_is_possible(libc, program):
         program = None
+    if program is not None:
+        layers.append("syscall filter")
     gc.collect()
     gc.freeze()  # a child's collector then leaves the shared pages alone
     _write_frame(replies, {"ready": layers})

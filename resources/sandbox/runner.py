@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import secrets
 import threading
@@ -23,6 +24,8 @@ from resources.failures import InfrastructureFailure
 from resources.sandbox.isolation import SandboxKind, sandbox_kind
 from resources.sandbox.server_process import GRACE_S, START_DEADLINE_S, ServerProcess
 from resources.sandbox.verdict import SandboxResult, Test, judge, parse_tests
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 5.0
 MAX_CODE_CHARACTERS = 64 * 1024
@@ -59,6 +62,7 @@ class Sandbox:
         self._free = threading.Semaphore(num_servers)
         self._executor = ThreadPoolExecutor(num_servers, thread_name_prefix="sandbox")
         self._closed = False
+        self._warned = False
 
     @property
     def kind(self) -> SandboxKind:
@@ -198,7 +202,15 @@ class Sandbox:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return ServerProcess(self.kind)
+        server = ServerProcess(self.kind)
+        if "syscall filter" not in server.layers and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the sandbox runs without a system call filter (this kernel or architecture has none for it): code "
+                "under test may start processes and open files for writing; only these layers are on: %s",
+                ", ".join(server.layers) or "none",
+            )
+        return server
 
 
 # One sandbox for a process: verdicts are a pure function of their arguments, so sharing it between runs cannot be seen,

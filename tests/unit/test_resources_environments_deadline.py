@@ -12,7 +12,7 @@ import pytest
 from resources.environments.base import Message, StepOutcome
 from resources.environments.deadline import DeadlineEnvironment
 from resources.environments.threads import DaemonThreads
-from resources.failures import EnvironmentFailure, FailureClass
+from resources.failures import EnvironmentFailure, FailureClass, InfrastructureFailure
 
 OPENING = [Message(role="user", content="hello")]
 
@@ -190,6 +190,12 @@ def test_when_every_thread_hangs_a_waiting_call_fails_by_its_deadline() -> None:
 )
 def test_what_an_environment_raises_names_the_boundary(error: BaseException, message: str) -> None:
     assert str(failure_of(lambda: wrap(Scripted(outcome=error)).step("x"))) == message
+
+
+def test_a_failure_of_another_boundary_keeps_its_class() -> None:
+    """A sandbox that is lost inside an environment is a failure of the infrastructure."""
+    with pytest.raises(InfrastructureFailure, match="sandbox"):
+        asyncio.run(wrap(Scripted(outcome=InfrastructureFailure("the sandbox is lost"))).step("x"))
 
 
 @pytest.mark.parametrize(

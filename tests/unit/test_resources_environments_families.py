@@ -16,7 +16,10 @@ from resources.environments.frozen_lake import DIRECTIONS, FrozenLake
 from resources.environments.guess_number import GuessNumber
 from resources.environments.registry import BUILT_IN, quickstart_families, resolve
 from resources.environments.seeds import episode_seed
-from resources.environments.transcripts import judge_payload, noisy_expert_episode, policy_rate
+from resources.environments.transcripts import noisy_expert_episode, policy_rate
+from resources.rewards.base import ScoringRequest
+from resources.rewards.scorers.exact_answer import ExactAnswerScorer
+from resources.rewards.scorers.unit_tests import UnitTestsScorer
 from resources.sandbox.runner import run_tests
 
 
@@ -29,7 +32,8 @@ def play(environment: Any, seed: int, *actions: str) -> tuple[list[dict[str, str
 
 
 def judged(payload: dict[str, Any]) -> bool:
-    return asyncio.run(judge_payload(payload))
+    scorer = ExactAnswerScorer() if "expected" in payload else UnitTestsScorer()
+    return bool(scorer.score(ScoringRequest("t", "f", scorer.name, scorer.version, payload)).success)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +153,8 @@ def test_frozen_lake_shows_the_map_once_and_then_the_surroundings() -> None:
     lines = opening[1]["content"].split("\n")
     assert len(lines) == 5 and all(len(line) == 4 and set(line) <= set("SFHG") for line in lines[:4])
     assert lines[0][0] == "S" and lines[3][3] == "G"
-    assert lines[4] == f"row 0 col 0 left # down {lines[1][0]} right {lines[0][1]} up #"
-    expected = f"row 1 col 0 left # down {lines[2][0]} right {lines[1][1]} up S"
+    assert lines[4] == f"0 0 left # down {lines[1][0]} right {lines[0][1]} up #"
+    expected = f"1 0 left # down {lines[2][0]} right {lines[1][1]} up S"
     assert first.observation == [{"role": "user", "content": expected}]
 
 

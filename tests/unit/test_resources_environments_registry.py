@@ -107,6 +107,14 @@ def test_a_family_without_an_expert_has_no_transcripts() -> None:
         asyncio.run(noisy_expert_episode(family(f"{HERE}:Minimal"), 0, 0.5, random.Random(0)))
 
 
+def test_a_pool_scorer_needs_a_judgement() -> None:
+    config = quickstart_families()["guess_number"].model_copy(update={"scorer": "exact_answer"})
+    with pytest.raises(
+        ValueError, match="the scorer 'exact_answer' runs on the reward pool, but 'guess_number' has no"
+    ):
+        asyncio.run(noisy_expert_episode(config, 0, 0.0, random.Random(0)))
+
+
 def test_the_quickstart_has_four_families_on_two_classes() -> None:
     families = quickstart_families()
     assert {

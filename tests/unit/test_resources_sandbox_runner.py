@@ -288,6 +288,25 @@ def test_without_bubblewrap_the_fallback_is_said_aloud_once(
         isolation.sandbox_kind.cache_clear()
 
 
+def test_a_missing_layer_is_said_aloud_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On an architecture without a filter here: the other layers still hold, and the log says what is missing."""
+
+    class WithoutFilter(ServerProcess):
+        def __init__(self, kind: SandboxKind) -> None:
+            super().__init__(kind)
+            self.layers = [layer for layer in self.layers if layer != "syscall filter"]
+
+    monkeypatch.setattr("resources.sandbox.runner.ServerProcess", WithoutFilter)
+    sandbox = Sandbox()
+    try:
+        sandbox.layers()
+        os.killpg(sandbox.server_pids()[0], signal.SIGKILL)
+        assert sandbox.run_tests("x = 1", "assert x == 1").passed
+        assert caplog.text.count("without a system call filter") == 1
+    finally:
+        sandbox.close()
+
+
 def test_close_leaves_no_process() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     sandbox = Sandbox()
