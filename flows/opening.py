@@ -7,7 +7,7 @@ from typing import Any
 from flows.config import RunConfig
 from resources.environments.registry import make_environment
 from resources.object_store import ObjectStore
-from resources.policy.directory import check_model_directory
+from resources.policy.directory import check_policy_directory
 from resources.rewards.scorers.registry import resolve_scorer
 from resources.runs import ResumePoint, RunRef, create_run, find_run, iterations, new_run_id, resume_point
 
@@ -19,7 +19,7 @@ def check_inputs(config: RunConfig) -> None:
     """Raises ValueError, naming the field, for what cannot work: store, model directory, environments, scorers."""
     ObjectStore.open(config.store).check_writable()
     if config.policy.model_directory is not None:
-        check_model_directory(config.policy.model_directory)
+        check_policy_directory(config.policy.model_directory)
     for name, family in config.families.items():
         try:
             make_environment(family)

@@ -67,6 +67,8 @@ def rollout_plane(
             model_directory,
             config.seed,
             config.num_iterations,
+            len(config.families),
+            config.rollout.max_staleness,
             device=place.of_role("learner").device,
             threads=place.of_role("learner").torch_threads,
             resume_version=point.version if point else None,

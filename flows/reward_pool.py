@@ -11,6 +11,7 @@ from resources.rewards.autoscaler import Autoscaler
 from resources.rewards.autoscaler_thread import AutoscalerThread
 from resources.rewards.liveness import ReplicaWatch, RunHeartbeat
 from resources.rewards.queue import RewardQueue
+from resources.rewards.scorers.arguments import write_scorer_arguments
 from resources.runs import RunRef
 from tasks.reward.launch import PrefectLauncher
 
@@ -47,6 +48,7 @@ def reward_pool(run: RunRef, config: RunConfig) -> Iterator[RewardPool]:
     launcher = PrefectLauncher(run.store_url, run.service_id, settings)
     launcher.check()
     root = run.root()
+    write_scorer_arguments(root, run.service_id, config.families)
     queue = RewardQueue(root, run.service_id, max_attempts=settings.max_attempts, clock_skew_s=settings.clock_skew_s)
     watch = ReplicaWatch(root, run.service_id, settings.replica_timeout_s)
     autoscaler = Autoscaler(settings, queue.backlog, launcher.launch, watch.running)

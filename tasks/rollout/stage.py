@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from prefect import get_run_logger, task
@@ -11,6 +12,7 @@ from resources.pools.registry import lookup_sync
 from resources.rollout.messages import Batch
 from resources.runs import RunRef
 from resources.trajectories.batch import write_batch
+from tasks.rollout.batch_metrics import batch_metrics
 
 GRACE_S = 30.0
 """The queue answers within the stage's timeout; this much more is granted to the call itself."""
@@ -22,11 +24,13 @@ def collect(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
 
     Raises DeadlineExceeded after ``timeout_s`` seconds, naming what is missing.
     """
+    started = time.perf_counter()
     batch: Batch = call_sync(
-        lookup_sync(run.service_id).queue, "collect", version, timeout_s=timeout_s + GRACE_S, collect_timeout_s=timeout_s
+        lookup_sync(run.service_id).queue, "collect", version, collect_timeout_s=timeout_s, timeout_s=timeout_s + GRACE_S
     )
+    waited_s = time.perf_counter() - started
     write_batch(run.root(), batch)
     get_run_logger().info(
         "batch %d: %d groups, %d trajectories", version, len(batch.groups), sum(len(group.members) for group in batch.groups)
     )
-    return batch.counters
+    return {**batch_metrics(batch), "time/waited_s": waited_s}

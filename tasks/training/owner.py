@@ -23,6 +23,8 @@ class LearnerActor:
         model_directory: str,
         seed: int,
         num_updates: int,
+        num_families: int,
+        max_staleness: int,
         device: str = "cpu",
         threads: int = 1,
         resume_version: int | None = None,
@@ -33,6 +35,8 @@ class LearnerActor:
         self.run = RunRef.model_validate(run)
         self.folder = self.run.folder()
         self.weights = WeightStore(self.run.root(), self.run.run_id)
+        self.num_families = num_families
+        self.max_staleness = max_staleness
         self.checkpoint_keep = checkpoint_keep
         self.learner = Learner(
             model_directory,
@@ -61,9 +65,9 @@ class LearnerActor:
         started = time.perf_counter()
         batch = read_batch(self.run.root(), self.run.run_id, version)
         members = [member for group in batch.groups for member in group.members]
-        rows = training_rows(batch, read_trajectories(self.folder, [member.ref for member in members]))
+        rows = training_rows(batch, read_trajectories(self.run.root(), [member.ref for member in members]))
         read_s = time.perf_counter() - started
-        report = self.learner.update(rows, version)
+        report = self.learner.update(rows, version, num_families=self.num_families, max_staleness=self.max_staleness)
         self.version = version + 1
         return {**report.metrics, "time/read_batch_s": read_s, "time/update_s": time.perf_counter() - started}
 

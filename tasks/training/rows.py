@@ -34,6 +34,7 @@ def training_rows(batch: Batch, trajectories: list[Trajectory]) -> list[Training
                 group_id=group.group_id,
                 rollout_id=trajectory.rollout_id,
                 trajectory_id=trajectory.trajectory_id,
+                truncated=trajectory.truncated,
             )
         )
     return rows

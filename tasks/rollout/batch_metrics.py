@@ -1,0 +1,34 @@
+"""What a batch looked like when it was taken, as flat metrics: ``<metric>`` over all families, ``<metric>/<family>`` each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from resources.rollout.messages import Batch
+
+HISTOGRAMS = ("lag", "span", "queue_lag")
+
+
+def batch_metrics(batch: Batch) -> dict[str, Any]:
+    """The gate's per-family counters with their sums (histograms: over all families only), and the success share among
+    members whose verdict is known."""
+    metrics: dict[str, Any] = {}
+    sums: Counter[str] = Counter()
+    histograms: dict[str, Counter[str]] = {name: Counter() for name in HISTOGRAMS}
+    for key, value in batch.counters.items():
+        name = key.split("/", 1)[0]
+        if name in histograms:
+            histograms[name].update(value)
+            continue
+        metrics[key] = value
+        if not name.endswith("_max"):
+            sums[name] += value
+    verdicts: dict[str, list[bool]] = {}
+    for group in batch.groups:
+        known = [member.success for member in group.members if member.success is not None]
+        verdicts.setdefault(group.family, []).extend(known)
+    for family, known in verdicts.items():
+        if known:
+            metrics[f"success/{family}"] = sum(known) / len(known)
+    return {**metrics, **sums, **{f"staleness/{name}_histogram": dict(counts) for name, counts in histograms.items()}}
