@@ -284,8 +284,16 @@ def test_a_trajectory_that_was_submitted_twice_is_answered_once(queue):
 
 
 def test_every_batch_is_answered_exactly_once_by_two_concurrent_replicas(store):
+    answer_with_two_concurrent_replicas(store, num_batches=40)
+
+
+@pytest.mark.s3
+def test_every_batch_is_answered_exactly_once_on_s3(s3_url):
+    answer_with_two_concurrent_replicas(ObjectStore.open(s3_url), num_batches=8)
+
+
+def answer_with_two_concurrent_replicas(store: ObjectStore, num_batches: int) -> None:
     """Two claimants with expired leases all around: each result counts once, whoever was late."""
-    num_batches = 40
     submitter = RewardQueue(store, "run")
     ids = {submitter.submit(requests(str(i))) for i in range(num_batches)}
     firsts: list[str] = []
