@@ -9,6 +9,10 @@ from resources.rollout.group_state import FamilyState, Group, MemberState
 from resources.rollout.messages import TrajectoryDone
 
 
+ALWAYS_SHOWN = ("evicted_groups", "failed_groups", "short_groups", "dead_groups", "redundant_groups", "retried")
+"""Counters that every batch shows, zeros included."""
+
+
 def count_cancelled(counts: Counter[str], termination: str, done: TrajectoryDone | None) -> None:
     """Book one cancelled trajectory: cancelling favours short episodes, so length and reward so far are kept.
 
@@ -59,20 +63,20 @@ def batch_counters(family: FamilyState, version: int, counted_before: dict[str, 
                 lag[str(version - member.oldest_version)] += 1
                 span[str(member.done.newest_version - member.oldest_version)] += 1
                 queue_lag[str(version - member.done.newest_version)] += 1
-    return {
-        "groups": len(family.in_training),
-        "dead_groups": sum(not group.has_signal for group in family.in_training),
-        "trajectories": num_members,
-        "tokens": num_tokens,
-        "sampled_tokens": num_sampled,
-        "turns": num_turns,
-        "max_lag": max((int(key) for key in lag), default=0),
+    figures: dict[str, Any] = {
+        "num_groups": len(family.in_training),
+        "num_dead_groups": sum(not group.has_signal for group in family.in_training),
+        "num_trajectories": num_members,
+        "num_tokens": num_tokens,
+        "num_sampled_tokens": num_sampled,
+        "num_turns": num_turns,
+        "lag_max": max((int(key) for key in lag), default=0),
         "lag": dict(lag),
         "span": dict(span),
         "queue_lag": dict(queue_lag),
-        "since_last_batch": {
-            name: number - counted_before.get(name, 0)
-            for name, number in sorted(family.counts.items())
-            if number != counted_before.get(name, 0)
-        },
     }
+    for name in sorted({*ALWAYS_SHOWN, *family.counts}):
+        counted = family.counts[name] - counted_before.get(name, 0)
+        if counted or name in ALWAYS_SHOWN:
+            figures[name] = counted
+    return figures

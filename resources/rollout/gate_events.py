@@ -102,6 +102,7 @@ class TakeBatch:
     version: int
     groups: tuple[BatchGroup, ...]
     counters: dict[str, Any]
+    """Flat, ``<figure>/<family>``: lags of what is trained, and what was counted since the last batch."""
 
 
 @dataclass(frozen=True, slots=True)

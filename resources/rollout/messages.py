@@ -81,7 +81,8 @@ class WorkerReport:
     waiting: tuple[tuple[str, Stage, float], ...] = ()
     """The longest waits: (trajectory_id, for what, seconds). At most a few."""
     held: tuple[str, ...] | None = None
-    """After a failed exchange: every trajectory it holds. What the queue assigned beyond these never arrived."""
+    """Every trajectory it holds: in the first report, after a failed exchange, and when the queue asked to resync. What
+    the queue assigned beyond these never arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ class Orders:
     """(trajectory_id, termination) to stop at once: environment closed, engine slot freed."""
     closing: bool = False
     """The run is over: cancel everything and end."""
+    resync: bool = False
+    """The queue does not know this worker (any more): say with the next report what is `held`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,9 @@ class StalenessGate:
         if version < self.version:
             raise ValueError(f"version {version} was loaded after version {self.version}: versions only grow")
         self.version = version
-        if self.next_batch <= version:
+        # A version is an update, and an update counts as a full share, even one whose batch was never taken from here.
+        self.next_batch = max(self.next_batch, version)
+        if self.next_batch == version:
             for family in self.families.values():
                 family.num_trained += len(family.in_training)
                 family.in_training = []
@@ -182,8 +184,9 @@ class StalenessGate:
             groups += family.in_training
         self.next_batch = version + 1
         counters = {
-            name: batch_counters(family, version, self._counted_at_last_batch.get(name, {}))
+            f"{figure}/{name}": value
             for name, family in self.families.items()
+            for figure, value in batch_counters(family, version, self._counted_at_last_batch.get(name, {})).items()
         }
         self._counted_at_last_batch = {name: dict(family.counts) for name, family in self.families.items()}
         batch_groups = tuple(
@@ -395,6 +398,9 @@ class StalenessGate:
         """Whether a group can no longer be trained within the bound."""
         oldest = group.oldest_version
         return oldest is not None and self.horizon - oldest > self.config.max_staleness
+
+    def awaits_score(self, trajectory_id: str) -> bool:
+        return self._awaiting(trajectory_id) is not None
 
     def awaiting_score(self) -> list[str]:
         return [key for key, (_, member) in self.seats.items() if member.state is MemberState.AWAITING_SCORE]

@@ -92,6 +92,13 @@ class World(RuleBasedStateMachine):
                 case NoSignal():
                     assert self.config.dynamic_sampling
         self.gate.validate()
+        for name, family in self.families.items():
+            state = self.gate.families[name]
+            accepted = self.gate.next_batch * family.groups_per_iteration + len(state.complete)
+            ceiling = (self.config.max_staleness + self.gate.version + 1) * family.groups_per_iteration
+            assert accepted <= ceiling and accepted + len(state.running) <= ceiling + family.redundant_groups
+        if self.asked is not None and self.asked < self.gate.next_batch:
+            self.asked = None  # a version that did not come from here was loaded
         if self.asked is not None and not isinstance(event, BatchRequested):
             self.feed(BatchRequested(self.asked))
 
@@ -137,6 +144,14 @@ class World(RuleBasedStateMachine):
             self.finish(trajectory_id, 0.0, False, FailureClass.CANCELLED, None)
         else:
             self.finish(trajectory_id, reward, awaits, None, data.draw(st.sampled_from([version, version, None])))
+
+    @precondition(lambda self: self.running)
+    @rule(number=st.integers(1, 8), newest_first=st.booleans())
+    def several_go_well(self, number, newest_first):
+        for trajectory_id in sorted(self.running, reverse=newest_first)[:number]:
+            if trajectory_id in self.running and trajectory_id not in self.stopping:
+                reward = float(self.running[trajectory_id][0].member == 0)
+                self.finish(trajectory_id, reward, False, None, self.gate.version)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), failure=st.sampled_from([FailureClass.ENVIRONMENT, FailureClass.ENGINE, FailureClass.POLICY]))
@@ -226,7 +241,7 @@ class World(RuleBasedStateMachine):
             if self.gate.next_batch > wanted:
                 return
             if self.awaiting:
-                self.is_done_well(self.awaiting.pop())
+                self.is_scored_well(self.awaiting.pop())
             elif self.running:
                 trajectory_id = next(iter(self.running))
                 stopping = trajectory_id in self.stopping
@@ -237,11 +252,11 @@ class World(RuleBasedStateMachine):
                 break
         raise AssertionError("the batch never came")
 
-    def is_done_well(self, trajectory_id):
+    def is_scored_well(self, trajectory_id):
         self.feed(ScoreArrived(Score(trajectory_id, "s", "1", float(trajectory_id.split("/")[2] == "0"))))
 
 
 World.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestRandomEventOrders = World.TestCase

@@ -1,0 +1,50 @@
+"""What does a wait wait for? Names families, groups, members and stages, for the message of a deadline."""
+
+from __future__ import annotations
+
+from resources.rollout.dispatch import Dispatcher
+from resources.rollout.evaluation_lane import Evaluation
+from resources.rollout.group_state import Group, MemberState
+from resources.rollout.staleness import StalenessGate
+
+NUM_NAMED_MEMBERS = 4
+NUM_NAMED_GROUPS = 3
+
+
+def describe_missing_batch(gate: StalenessGate, dispatcher: Dispatcher) -> str:
+    """One line: for each family that lacks groups, the groups nearest to completion and what their members wait for."""
+    parts = []
+    for name, number in gate.missing().items():
+        family = gate.families[name]
+        wanted = family.config.groups_per_iteration
+        nearest = sorted(family.running.values(), key=lambda group: group.num_alive)[:NUM_NAMED_GROUPS]
+        text = f"{name} lacks {number} of {wanted} groups"
+        if not nearest:
+            text += f" and runs none ({len(family.waiting)} wait for admission)"
+        text += "".join(f"; {_describe_group(gate, dispatcher, group)}" for group in nearest)
+        failed = sum(count for key, count in family.counts.items() if key.startswith("failed."))
+        if failed:
+            text += f"; {failed} members have failed so far"
+        parts.append(text)
+    return " | ".join(parts) or "nothing: every family has its groups"
+
+
+def _describe_group(gate: StalenessGate, dispatcher: Dispatcher, group: Group) -> str:
+    alive = [member for member in group.members if member.state.is_alive]
+    named = []
+    for member in alive[:NUM_NAMED_MEMBERS]:
+        trajectory_id = gate.trajectory_id(group, member)
+        awaits = member.state is MemberState.AWAITING_SCORE
+        stage = "waits for its reward" if awaits else dispatcher.stage_of(trajectory_id)
+        named.append(f"member {member.index} (attempt {member.attempt}) {stage}")
+    more = f", and {len(alive) - len(named)} more" if len(alive) > len(named) else ""
+    return f"{group.group_id}: {', '.join(named)}{more}"
+
+
+def describe_missing_episodes(evaluation: Evaluation, dispatcher: Dispatcher) -> str:
+    missing = evaluation.missing()
+    named = []
+    for episode in missing[:NUM_NAMED_MEMBERS]:
+        stage = "waits for its reward" if episode.awaits_score else dispatcher.stage_of(evaluation.id_of(episode))
+        named.append(f"{episode.group_id} (attempt {episode.attempt}) {stage}")
+    return f"{len(missing)} of {len(evaluation.episodes)} episodes are missing: {'; '.join(named)}"

@@ -1,0 +1,465 @@
+"""The group queue with hand-written workers: batches, evaluation, losses, deadlines, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import pickle
+
+import pytest
+
+from resources.environments.family import FamilyConfig
+from resources.failures import DeadlineExceeded, FailureClass, InfrastructureFailure
+from resources.rewards.base import Score
+from resources.rollout.config import RolloutConfig
+from resources.rollout.group_queue import GroupQueue, SignalLost
+from resources.rollout.messages import Assignment, TrajectoryDone, WorkerReport
+from resources.trajectories.trajectory import TrajectoryRef
+
+
+class ManualClock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def families(**changes) -> dict[str, FamilyConfig]:
+    common = dict(environment="e", hardware_class="compute", groups_per_iteration=1, group_size=2)
+    return {"inline": FamilyConfig(**{**common, **changes})}
+
+
+def pool_families() -> dict[str, FamilyConfig]:
+    return {"pool": families(scorer="exact_answer", score_deadline_s=5.0)["inline"]}
+
+
+def make_queue(of=None, *, scores=None, clock=None, state=None, seed=7, **config) -> GroupQueue:
+    config = {"reward_poll_s": 0.005, "score_grace_s": 1.0, "retry_backoff_s": 0.0, **config}
+    if config.get("max_staleness") == 0:
+        config["pipeline"] = "synchronous"
+    reader = None if scores is None else (lambda: [scores.pop() for _ in range(len(scores))])
+    extra = {} if clock is None else {"clock": clock}
+    return GroupQueue(
+        "run", "file:///nowhere", of or families(), RolloutConfig(**config), seed, state, reward_results=reader, **extra
+    )
+
+
+def played(assignment: Assignment, reward: float | None = None, **changes) -> TrajectoryDone:
+    reward = float(assignment.member) if reward is None else reward
+    awaits = changes.pop("awaits_score", False)
+    fields = dict(
+        trajectory_id=assignment.trajectory_id, family=assignment.family, group_id=assignment.group_id,
+        member=assignment.member, attempt=assignment.attempt, ref=TrajectoryRef("trajectories/w-000001.arrow", 3),
+        reward=None if awaits else reward, awaits_score=awaits, success=reward > 0, failure=None, failure_message="",
+        termination="terminated", oldest_version=0, newest_version=0, num_sampled_tokens=5, num_tokens=9, num_turns=2,
+        num_invalid_actions=0, truncated=False, duration_s=0.1,
+    )  # fmt: skip
+    return TrajectoryDone(**{**fields, **changes})
+
+
+def broken(assignment: Assignment) -> TrajectoryDone:
+    return played(
+        assignment, awaits_score=True, ref=None, failure=FailureClass.ENVIRONMENT, failure_message="lake is dry"
+    )
+
+
+class ScriptedWorker:
+    """Plays what it is given at once, as ``play`` says; a play of None never ends."""
+
+    def __init__(self, queue: GroupQueue, worker_id: str = "w0", capacity: int = 100, play=played):
+        self.queue, self.worker_id, self.capacity, self.play = queue, worker_id, capacity, play
+        self.seen: list[Assignment] = []
+        self.cancelled: list[tuple[str, str]] = []
+        self._done: list[TrajectoryDone] = []
+        self._first = True
+
+    async def step(self, wait_s: float = 0.0):
+        done, self._done = tuple(self._done), []
+        held, self._first = (() if self._first else None), False
+        await asyncio.sleep(0)
+        orders = await self.queue.exchange(WorkerReport(self.worker_id, self.capacity, done, held=held), wait_s)
+        self.seen += orders.assignments
+        self.cancelled += orders.cancels
+        self._first = orders.resync
+        for assignment in orders.assignments:
+            result = self.play(assignment)
+            if result is not None:
+                self._done.append(dataclasses.replace(result, **self.versions(result)))
+        return orders
+
+    def versions(self, result: TrajectoryDone) -> dict[str, int]:
+        version = self.queue._gate.version
+        return {"oldest_version": version, "newest_version": version}
+
+    async def run(self):
+        while not (await self.step(wait_s=0.05)).closing:
+            pass
+
+
+def run_with_worker(queue: GroupQueue, driver, **worker):
+    """Run a driver coroutine beside a scripted worker; returns the worker and what the driver returned."""
+
+    async def main():
+        player = ScriptedWorker(queue, **worker)
+        playing = asyncio.create_task(player.run())
+        try:
+            return player, await driver(queue)
+        finally:
+            await queue.close()
+            await asyncio.wait_for(playing, 5)
+
+    return asyncio.run(main())
+
+
+async def three_batches(queue: GroupQueue):
+    batches = []
+    for version in range(3):
+        batches.append(await queue.collect(version, 5.0))
+        await queue.version_loaded(version + 1)
+    return batches
+
+
+def test_batches_are_collected_and_repeatable():
+    async def driver(queue):
+        batches = await three_batches(queue)
+        assert await queue.collect(2, 5.0) is batches[2], "a stage that is run again gets the same batch"
+        with pytest.raises(ValueError, match="batch 0 was asked for, but the next one is batch 3"):
+            await queue.collect(0, 5.0)
+        return batches
+
+    worker, batches = run_with_worker(make_queue(), driver)
+    assert [batch.groups[0].group_id for batch in batches] == [f"inline-{i:06d}" for i in range(3)]
+    assert [member.reward for member in batches[0].groups[0].members] == [0.0, 1.0]
+    assert batches[0].run_id == "run" and batches[0].counters["num_trajectories/inline"] == 2
+
+
+def test_every_member_has_its_own_sampling_seed():
+    """M21: seed 7, groups of 4: siblings share the environment's seed, sampling seeds are distinct and reproducible."""
+
+    def play_once_failing(assignment):
+        return broken(assignment) if assignment.attempt == 0 else played(assignment)
+
+    runs = []
+    for _ in range(2):
+        worker, _ = run_with_worker(
+            make_queue(families(group_size=4)), lambda queue: queue.collect(0, 5.0), play=play_once_failing
+        )
+        first = [a for a in worker.seen if a.group_id == "inline-000000"]
+        assert len({a.seed_env for a in first}) == 1
+        assert len(first) == 8 and len({a.seed_sampling for a in first}) == 8, "retries draw anew"
+        runs.append({a.trajectory_id: (a.seed_env, a.seed_sampling) for a in first})
+    assert runs[0] == runs[1]
+
+
+def test_pool_scores_complete_groups_and_duplicates_are_ignored():
+    """S26."""
+    scores: list[Score] = []
+
+    def play(assignment):
+        scores.append(Score(assignment.trajectory_id, "exact_answer", "3", 1.0 - assignment.member, success=True))
+        scores.append(Score(assignment.trajectory_id, "exact_answer", "3", 9.0))
+        return played(assignment, awaits_score=True, scorer="exact_answer")
+
+    async def driver(queue):
+        batch = await queue.collect(0, 5.0)
+        stats = await queue.stats()
+        return batch, stats
+
+    _, (batch, stats) = run_with_worker(make_queue(pool_families(), scores=scores), driver, play=play)
+    members = batch.groups[0].members
+    assert [(m.reward, m.scorer, m.scorer_version) for m in members] in (
+        [(9.0, "exact_answer", "3")] * 2,
+        [(1.0, "exact_answer", "3"), (0.0, "exact_answer", "3")],
+    )
+    assert stats["num_ignored"] >= 1
+
+
+def test_a_score_that_never_comes_fails_the_member_as_reward():
+    clock = ManualClock()
+
+    async def main():
+        queue = make_queue(pool_families(), scores=[], clock=clock)
+        worker = ScriptedWorker(queue, play=lambda assignment: played(assignment, awaits_score=True))
+        await worker.step()
+        await worker.step()
+        clock.now += 5.9
+        queue.tick()
+        await worker.step()
+        assert {a.attempt for a in worker.seen} == {0}
+        clock.now += 0.2
+        queue.tick()
+        await worker.step()
+        assert {a.attempt for a in worker.seen} == {0, 1}
+        stats = await queue.stats()
+        assert stats["families"]["pool"]["counts"]["failed.reward"] == 4
+        assert any("no score of run/pool-000000/0/0 came" in line for line in stats["log_records"])
+        assert (await queue.stats())["log_records"] == []
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_a_silent_worker_is_lost_and_its_trajectories_played_elsewhere():
+    """S6, and S26 when it comes back: told to stop, its results ignored."""
+    clock = ManualClock()
+
+    async def main():
+        queue = make_queue(max_staleness=0, clock=clock, worker_timeout_s=5.0)
+        silent = ScriptedWorker(queue, "silent", play=lambda assignment: None)
+        await silent.step()
+        assert len(silent.seen) == 2
+        other = ScriptedWorker(queue, "other")
+        clock.now += 4.0
+        await other.step()
+        assert not other.seen
+        clock.now += 1.5
+        queue.tick()
+        await other.step()
+        await other.step()
+        assert [a.attempt for a in other.seen] == [1, 1]
+        batch = await queue.collect(0, 1.0)
+        assert [m.trajectory_id for m in batch.groups[0].members] == [a.trajectory_id for a in other.seen]
+        report = WorkerReport("silent", 100, tuple(played(a, 5.0) for a in silent.seen[:1]))
+        assert (await queue.exchange(report)).resync
+        held = tuple(a.trajectory_id for a in silent.seen)
+        orders = await queue.exchange(WorkerReport("silent", 100, held=held))
+        assert set(orders.cancels) == {(trajectory_id, "preempted") for trajectory_id in held}
+        counts = (await queue.stats())["families"]["inline"]["counts"]
+        assert counts["failed.infrastructure"] == 2
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_orders_that_were_lost_on_the_wire_are_given_again():
+    async def main():
+        queue = make_queue(max_staleness=0)
+        lost = await queue.exchange(WorkerReport("w", 100, held=()))
+        assert len(lost.assignments) == 2
+        await queue.exchange(WorkerReport("w", 100, held=(lost.assignments[0].trajectory_id,)))
+        again = await queue.exchange(WorkerReport("w", 100), 1.0)
+        assert [(a.member, a.attempt) for a in again.assignments] == [(1, 1)]
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_work_is_shared_by_free_capacity():
+    async def main():
+        queue = make_queue(families(groups_per_iteration=8, group_size=4), max_staleness=0)
+        big, small = ScriptedWorker(queue, "big", 30, lambda a: None), ScriptedWorker(queue, "small", 10, lambda a: None)
+        for worker in (big, small):  # register before there is anything to win
+            queue._dispatcher.heard(worker.worker_id, worker.capacity, queue._clock())
+        await big.step()
+        assert len(big.seen) == 24, "its 30 of 40 free places"
+        for _ in range(4):
+            await small.step()
+        assert len(small.seen) == 8
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_a_wait_says_what_is_missing():
+    """S3: the waiting id, its worker and its stage are named."""
+
+    async def main():
+        queue = make_queue(pool_families(), scores=[])
+        worker = ScriptedWorker(
+            queue, play=lambda a: played(a, awaits_score=True) if a.member else None
+        )
+        await worker.step()
+        await worker.step()
+        waiting = (("run/pool-000000/0/0", "engine", 12.0),)
+        await queue.exchange(WorkerReport("w0", 100, waiting=waiting))
+        with pytest.raises(DeadlineExceeded) as error:
+            await queue.collect(0, 0.05)
+        for text in (
+            "batch 0 is not complete", "pool lacks 1 of 1 groups", "pool-000000:",
+            "member 0 (attempt 0) waits for the engine on w0 since 12 s", "member 1 (attempt 0) waits for its reward",
+        ):  # fmt: skip
+            assert text in str(error.value)
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_without_workers_the_wait_says_so():
+    async def main():
+        queue = make_queue()
+        with pytest.raises(DeadlineExceeded, match="no rollout worker has reported"):
+            await queue.collect(0, 0.02)
+        await queue.close()
+        with pytest.raises(InfrastructureFailure, match="was closed"):
+            await queue.collect(0, 5.0)
+
+    asyncio.run(main())
+
+
+def test_a_stall_is_logged_then_ends_the_wait():
+    async def main():
+        queue = make_queue(stall_after_s=0.02, stall_limit_s=0.1)
+        worker = ScriptedWorker(queue, play=lambda assignment: None)
+        await worker.step()
+        with pytest.raises(DeadlineExceeded, match="nothing was scored for .* member 0 .* running on w0"):
+            await queue.collect(0, 60.0)
+        assert sum("nothing was scored" in line for line in (await queue.stats())["log_records"]) == 1
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_failures_in_a_row_pause_a_family_and_do_not_end_the_run():
+    """An outage of environments waits: retries back off, and after breaker_failures new starts wait as well."""
+    clock = ManualClock()
+
+    async def main():
+        queue = make_queue(
+            families(group_size=4), clock=clock, retry_backoff_s=1.0, breaker_failures=4, max_reissues=0,
+            max_member_retries=0, max_staleness=0,
+        )  # fmt: skip
+        worker = ScriptedWorker(queue, play=broken)
+        for _ in range(4):
+            await worker.step()
+        started = len(worker.seen)
+        assert started <= 12, "the third group at the latest waits out the pause"
+        for _ in range(10):
+            await worker.step()
+        assert len(worker.seen) == started
+        worker.play = played
+        for _ in range(6):
+            clock.now += 11.0
+            queue._dispatcher.heard("w0", 100, clock.now)
+            queue.tick()
+            await worker.step()
+        batch = await queue.collect(0, 1.0)
+        assert len(batch.groups[0].members) == 4
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_evaluation_is_played_first_and_apart_from_training():
+    async def main():
+        queue = make_queue(families(group_size=4), max_staleness=0)
+        worker = ScriptedWorker(queue, capacity=3)
+        evaluation = asyncio.create_task(queue.evaluate({"inline": 3}, seed=5, evaluate_timeout_s=5.0, greedy=True))
+        await asyncio.sleep(0)
+        await worker.step()
+        assert [(a.split, a.greedy) for a in worker.seen] == [("eval", True)] * 3
+        await worker.step()
+        groups = await evaluation
+        assert [len(group.members) for group in groups] == [1, 1, 1]
+        assert len({group.seed_env for group in groups}) == 3
+        assert queue._gate.accepted("inline") == 0, "outside admission"
+        assert {a.split for a in worker.seen[3:]} == {"train"}
+        await queue.close()
+        return worker.seen[:3]
+
+    first, second = asyncio.run(main()), asyncio.run(main())
+    seeds = lambda of: [(a.seed_env, a.seed_sampling) for a in of]  # noqa: E731
+    assert seeds(first) == seeds(second), "the same episodes, whichever service plays them"
+    assert {a.trajectory_id for a in first}.isdisjoint(a.trajectory_id for a in second)
+
+
+def test_failed_evaluation_episodes_are_retried_then_left_unscored():
+    def play(assignment):
+        if assignment.split == "train":
+            return None
+        return broken(assignment) if assignment.group_id.endswith("0") or assignment.attempt == 0 else played(assignment)
+
+    async def driver(queue):
+        return await queue.evaluate({"inline": 2}, seed=5, evaluate_timeout_s=5.0)
+
+    worker, groups = run_with_worker(make_queue(), driver, play=play)
+    assert [len(group.members) for group in groups] == [0, 1]
+    attempts = [a.attempt for a in worker.seen if a.split == "eval" and a.group_id.endswith("0")]
+    assert attempts == [0, 1, 2]
+
+
+def test_evaluation_names_what_is_missing_and_lets_go_of_it():
+    async def main():
+        queue = make_queue()
+        worker = ScriptedWorker(queue, play=lambda assignment: None)
+        with pytest.raises(ValueError, match=r"names the families \['lake'\]"):
+            await queue.evaluate({"lake": 1}, 0, 1.0)
+        evaluation = asyncio.create_task(queue.evaluate({"inline": 1}, seed=5, evaluate_timeout_s=0.05))
+        await asyncio.sleep(0)
+        await worker.step()
+        with pytest.raises(DeadlineExceeded, match="1 of 1 episodes are missing: eval-.* running on w0"):
+            await evaluation
+        await worker.step()
+        assert [termination for _, termination in worker.cancelled] == ["preempted"]
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_dynamic_sampling_ends_with_the_cause():
+    """S5."""
+
+    async def driver(queue):
+        with pytest.raises(SignalLost, match="family 'inline': 4 groups in a row had equal rewards"):
+            await queue.collect(0, 10.0)
+
+    run_with_worker(
+        make_queue(dynamic_sampling=True, max_replaced_groups=3), driver, play=lambda assignment: played(assignment, 1.0)
+    )
+
+
+def test_every_waiting_consumer_gets_the_batch():
+    """S28: all wake at once, nobody loops, nothing is lost."""
+
+    async def driver(queue):
+        batches = await asyncio.gather(*(queue.collect(0, 5.0) for _ in range(20)))
+        assert len({id(batch) for batch in batches}) == 1
+        await queue.version_loaded(1)
+        return await queue.collect(1, 5.0)
+
+    _, batch = run_with_worker(make_queue(), driver)
+    assert batch.groups[0].group_id == "inline-000001"
+
+
+def test_resume_from_a_snapshot_trains_each_prompt_once():
+    """S9, S10: nothing twice, nothing skipped; the next batch of a resumed run is the next version's."""
+
+    async def before(queue):
+        batch = await queue.collect(0, 5.0)
+        await queue.version_loaded(1)
+        await asyncio.sleep(0.02)
+        return batch, json.loads(json.dumps(await queue.snapshot()))
+
+    lazy = lambda a: played(a) if a.group_id < "inline-000002" else None  # noqa: E731
+    _, (first, state) = run_with_worker(make_queue(), before, play=lazy)
+
+    async def after(queue):
+        return [await queue.collect(1, 5.0), await _load(queue, 2) or await queue.collect(2, 5.0)]
+
+    worker, batches = run_with_worker(make_queue(state=state), after, play=played)
+    trained = [group.group_id for batch in [first, *batches] for group in batch.groups]
+    assert trained == ["inline-000000", "inline-000001", "inline-000002"]
+    assert all(a.attempt == 1 for a in worker.seen if a.group_id == "inline-000002")
+
+
+async def _load(queue: GroupQueue, version: int) -> None:
+    await queue.version_loaded(version)
+
+
+def test_only_small_references_travel():
+    """S17, S21: whatever a trajectory's tokens, what the queue holds and sends of it stays below 1 KB."""
+
+    async def main():
+        queue = make_queue(families(groups_per_iteration=64, group_size=8), max_staleness=0)
+        orders = await queue.exchange(WorkerReport("w", 512, held=()))
+        assert len(orders.assignments) == 512
+        assert len(pickle.dumps(orders)) / 512 < 1024
+        done = tuple(played(a, num_tokens=120_000) for a in orders.assignments)
+        assert len(pickle.dumps(WorkerReport("w", 512, done))) / 512 < 1024
+        await queue.exchange(WorkerReport("w", 512, done))
+        batch = await queue.collect(0, 1.0)
+        assert len(pickle.dumps(batch)) / 512 < 1024
+        await queue.close()
+
+    asyncio.run(main())
