@@ -7,6 +7,7 @@ out.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import random
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class DeadlineEnvironment:
         self._family = family
         self._reset_deadline_s, self._step_deadline_s = reset_deadline_s, step_deadline_s
         self._threads = threads
-        self._hung: asyncio.Future[Any] | None = None
+        self._hung: concurrent.futures.Future[Any] | None = None
 
     async def reset(self, seed: int) -> list[Message]:
         messages = await self._call("reset", self._reset_deadline_s, self.inner.reset, seed)
@@ -71,16 +72,16 @@ class DeadlineEnvironment:
         return None if judgement is None else judgement()
 
     async def _call(self, name: str, deadline_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
-        future, is_blocking = self._start(function, arguments)
+        future, in_thread = self._start(function, arguments)
         try:
             done, _ = await asyncio.wait({future}, timeout=deadline_s)
         except asyncio.CancelledError:
-            self._abandon(future, is_blocking)
+            self._abandon(future, in_thread)
             raise
         if not done:
             busy = self._threads.num_unfinished
-            self._abandon(future, is_blocking)
-            waited = f" ({busy} calls on {self._threads.num_threads} threads)" if is_blocking else ""
+            self._abandon(future, in_thread)
+            waited = "" if in_thread is None else f" ({busy} calls on {self._threads.num_threads} threads)"
             raise EnvironmentFailure(f"{self._family}: {name} did not return within {deadline_s:g} s{waited}")
         try:
             return future.result()
@@ -91,18 +92,21 @@ class DeadlineEnvironment:
         except asyncio.CancelledError as error:  # by the environment's own doing: nobody cancelled this call
             raise EnvironmentFailure(f"{self._family}: {name} was cancelled from inside") from error
 
-    def _start(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[asyncio.Future[Any], bool]:
+    def _start(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> tuple[asyncio.Future[Any], concurrent.futures.Future[Any] | None]:
+        """The call as something to await, and for a blocking one the call in its thread."""
         if inspect.iscoroutinefunction(function):
-            return asyncio.ensure_future(function(*arguments)), False
-        return asyncio.wrap_future(self._threads.submit(lambda: function(*arguments))), True
+            return asyncio.ensure_future(function(*arguments)), None
+        in_thread = self._threads.submit(lambda: function(*arguments))
+        return asyncio.wrap_future(in_thread), in_thread
 
-    def _abandon(self, future: asyncio.Future[Any], is_blocking: bool) -> None:
+    def _abandon(self, future: asyncio.Future[Any], in_thread: concurrent.futures.Future[Any] | None) -> None:
         # Its late error is nobody's news, and asyncio must not report it as forgotten.
         future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        if is_blocking:
-            self._hung = future
-        else:
-            future.cancel()
+        if in_thread is not None and not in_thread.cancel():  # one that has not begun never will
+            self._hung = in_thread
+        future.cancel()
 
     def _check_messages(self, name: str, messages: Any) -> None:
         if not isinstance(messages, list):

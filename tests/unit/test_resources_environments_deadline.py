@@ -166,15 +166,17 @@ def test_blocking_environments_never_run_on_the_loops_thread_and_their_number_is
 def test_when_every_thread_hangs_a_waiting_call_fails_by_its_deadline() -> None:
     async def main() -> None:
         threads = DaemonThreads(1)
-        holder = Blocking()
+        holder, late = Blocking(), Blocking()
         step = asyncio.create_task(wrap(holder, threads=threads).step("x"))
         await asyncio.sleep(0.01)
         with pytest.raises(
             EnvironmentFailure, match=r"mine: reset did not return within 0.05 s \(2 calls on 1 threads\)"
         ):
-            await wrap(Blocking(), deadline_s=0.05, threads=threads).reset(0)
+            await wrap(late, deadline_s=0.05, threads=threads).reset(0)
         holder.gate.set()
         assert (await step).terminated
+        await wrap(holder, threads=threads).close()
+        assert late.threads == []  # what never began was taken back
 
     asyncio.run(main())
 
