@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextvars
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -16,7 +17,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
     FlowRunFilterTags,
 )
-from prefect.client.schemas.objects import State, StateType, WorkerStatus, WorkPoolStatus
+from prefect.client.schemas.objects import FlowRun, State, StateType, WorkerStatus, WorkPoolStatus
 from prefect.context import get_settings_context
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
@@ -70,9 +71,20 @@ class PrefectLauncher:
         self._outside_the_flow(self._check)
 
     def cancel_all(self) -> int:
-        """Cancel this run's replicas that have not ended; returns how many. For the end of a run: replicas also end by
-        themselves when the run's heartbeat says that it has ended."""
-        return self._outside_the_flow(self._cancel_all)
+        """Cancel this run's replicas that no worker has taken yet; returns how many.
+
+        Those that have begun are left alone: they end by themselves when the run's heartbeat says that it has ended.
+        (Cancelled from here they would be killed, or, when they end first, stay in state Cancelling for good.)
+        """
+        return self._outside_the_flow(self._cancel_scheduled)
+
+    def end_all(self, timeout_s: float = 15.0, poll_s: float = 0.5) -> int:
+        """After the run's heartbeat has ended: `cancel_all`, then wait until the other replicas have ended too.
+
+        Those that are still there after ``timeout_s`` seconds are cancelled (their worker kills them); returns their
+        number.
+        """
+        return self._outside_the_flow(self._end_all, timeout_s, poll_s)
 
     def _launch(self, num_replicas: int) -> None:
         for _ in range(num_replicas):
@@ -92,56 +104,74 @@ class PrefectLauncher:
 
     def _check(self) -> None:
         config, pool_name = self._config, self._config.work_pool
-        try:
-            with self._client() as client:
-                try:
-                    deployment = client.read_deployment_by_name(config.deployment)
-                except ObjectNotFound as error:
-                    raise self._no_deployment() from error
-                if deployment.work_pool_name != pool_name:
-                    raise ValueError(
-                        f"rewards.deployment {config.deployment!r} runs on work pool {deployment.work_pool_name!r} of "
-                        f"the Prefect server at {_api_url()}, but rewards.work_pool is {pool_name!r}: set "
-                        f"rewards.work_pool, or run `REWARD_POOL={pool_name} prefect deploy --all`"
-                    )
-                try:
-                    pool = client.read_work_pool(pool_name)
-                except ObjectNotFound as error:
-                    raise ValueError(
-                        f"rewards.work_pool {pool_name!r} does not exist on the Prefect server at {_api_url()}: run "
-                        f"`make up`, or `prefect work-pool create {pool_name} --type process`"
-                    ) from error
-                if pool.is_paused or pool.status is WorkPoolStatus.PAUSED:
-                    raise ValueError(
-                        f"rewards.work_pool {pool_name!r} is paused on the Prefect server at {_api_url()}: "
-                        f"run `prefect work-pool resume {pool_name}`"
-                    )
-                if pool.type.endswith(POOL_TYPES_WITHOUT_WORKER):
-                    return
-                workers = client.read_workers_for_work_pool(pool_name)
-        except httpx.TransportError as error:
-            raise self._no_server(error) from error
+        with self._reachable_client() as client:
+            try:
+                deployment = client.read_deployment_by_name(config.deployment)
+            except ObjectNotFound as error:
+                raise self._no_deployment() from error
+            if deployment.work_pool_name != pool_name:
+                raise ValueError(
+                    f"rewards.deployment {config.deployment!r} runs on work pool {deployment.work_pool_name!r} of the "
+                    f"Prefect server at {_api_url()}, but rewards.work_pool is {pool_name!r}: set rewards.work_pool, "
+                    f"or run `REWARD_POOL={pool_name} prefect deploy --all`"
+                )
+            try:
+                pool = client.read_work_pool(pool_name)
+            except ObjectNotFound as error:
+                raise ValueError(
+                    f"rewards.work_pool {pool_name!r} does not exist on the Prefect server at {_api_url()}: run "
+                    f"`make up`, or `prefect work-pool create {pool_name} --type process`"
+                ) from error
+            if pool.is_paused or pool.status is WorkPoolStatus.PAUSED:
+                raise ValueError(
+                    f"rewards.work_pool {pool_name!r} is paused on the Prefect server at {_api_url()}: "
+                    f"run `prefect work-pool resume {pool_name}`"
+                )
+            if pool.type.endswith(POOL_TYPES_WITHOUT_WORKER):
+                return
+            workers = client.read_workers_for_work_pool(pool_name)
         if not any(worker.status is WorkerStatus.ONLINE for worker in workers):
             raise ValueError(
                 f"no worker of rewards.work_pool {pool_name!r} is online at the Prefect server at {_api_url()} "
                 f"({len(workers)} offline): run `make up`, or `prefect worker start --pool {pool_name}`"
             )
 
-    def _cancel_all(self) -> int:
-        unfinished = FlowRunFilter(
+    def _cancel_scheduled(self) -> int:
+        return self._cancel([StateType.SCHEDULED])
+
+    def _end_all(self, timeout_s: float, poll_s: float) -> int:
+        end = time.monotonic() + timeout_s
+        self._cancel_scheduled()
+        while self._runs_in(UNFINISHED):
+            if time.monotonic() >= end:
+                num_left = self._cancel(UNFINISHED)
+                logger.warning("%d reward replicas had not ended %g s after the run; cancelled", num_left, timeout_s)
+                return num_left
+            time.sleep(poll_s)
+        return 0
+
+    def _cancel(self, states: list[StateType]) -> int:
+        flow_runs = self._runs_in(states)
+        with self._reachable_client() as client:
+            for flow_run in flow_runs:
+                client.set_flow_run_state(flow_run.id, State(type=StateType.CANCELLING))
+        return len(flow_runs)
+
+    def _runs_in(self, states: list[StateType]) -> list[FlowRun]:
+        ours = FlowRunFilter(
             tags=FlowRunFilterTags(all_=self._tags),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED)),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=states)),
         )
-        num_cancelled = 0
+        with self._reachable_client() as client:
+            return client.read_flow_runs(flow_run_filter=ours)
+
+    @contextmanager
+    def _reachable_client(self) -> Iterator[SyncPrefectClient]:
         try:
             with self._client() as client:
-                for flow_run in client.read_flow_runs(flow_run_filter=unfinished):
-                    # A run that no worker has taken goes to Cancelled at once, the others when their worker ends them.
-                    client.set_flow_run_state(flow_run.id, State(type=StateType.CANCELLING))
-                    num_cancelled += 1
+                yield client
         except httpx.TransportError as error:
             raise self._no_server(error) from error
-        return num_cancelled
 
     def _outside_the_flow(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call with our settings and nothing else of any context: no flow run to be a child of, no client of a flow

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -28,8 +29,9 @@ class PaperServer:
         self.pools = {"rewards": SimpleNamespace(type="process", is_paused=False, status=WorkPoolStatus.READY)}
         self.workers = [WorkerStatus.OFFLINE, WorkerStatus.ONLINE]
         self.flow_runs: list[SimpleNamespace] = []
-        self.cancelled: list[tuple[Any, StateType]] = []
-        self.filters: list[Any] = []
+        self.cancelled: list[Any] = []
+        self.num_looks = 0
+        self.at_third_look: Callable[[], None] = lambda: None
         self.launched: list[dict[str, Any]] = []
         self.is_up = True
         self.seen_url: list[str | None] = []
@@ -61,12 +63,23 @@ class PaperServer:
     def read_workers_for_work_pool(self, name: str) -> list[Any]:
         return [SimpleNamespace(status=status) for status in self.workers]
 
+    def add_run(self, state: StateType, tags: list[str] | None = None) -> SimpleNamespace:
+        self.flow_runs.append(SimpleNamespace(id=uuid4(), state=state, tags=tags or ["run:run-1"]))
+        return self.flow_runs[-1]
+
     def read_flow_runs(self, *, flow_run_filter: Any) -> list[Any]:
-        self.filters.append(flow_run_filter)
-        return self.flow_runs
+        self.num_looks += 1
+        if self.num_looks == 3:
+            self.at_third_look()
+        tags, states = flow_run_filter.tags.all_, flow_run_filter.state.type.any_
+        return [run for run in self.flow_runs if run.state in states and set(tags) <= set(run.tags)]
 
     def set_flow_run_state(self, flow_run_id: Any, state: Any) -> None:
-        self.cancelled.append((flow_run_id, state.type))
+        assert state.type is StateType.CANCELLING
+        self.cancelled.append(flow_run_id)
+        for run in self.flow_runs:
+            if run.id == flow_run_id:
+                run.state = StateType.CANCELLED
 
     def run_deployment(self, name: str, **arguments: Any) -> Any:
         self._answer()
@@ -176,14 +189,27 @@ def test_without_an_address_no_server_is_started(server):
             launcher.check()
 
 
-def test_what_is_left_of_a_run_is_cancelled(launcher, server):
-    server.flow_runs = [SimpleNamespace(id=uuid4()), SimpleNamespace(id=uuid4())]
-    assert launcher.cancel_all() == 2
-    assert server.cancelled == [(run.id, StateType.CANCELLING) for run in server.flow_runs]
-    [asked] = server.filters
-    assert asked.tags.all_ == ["run:run-1"]
-    assert StateType.RUNNING in asked.state.type.any_
-    assert StateType.COMPLETED not in asked.state.type.any_
+def test_only_replicas_that_no_worker_has_taken_are_cancelled(launcher, server):
+    waiting, running = server.add_run(StateType.SCHEDULED), server.add_run(StateType.RUNNING)
+    server.add_run(StateType.SCHEDULED, tags=["run:another"])
+    assert launcher.cancel_all() == 1
+    assert server.cancelled == [waiting.id]
+    assert running.state is StateType.RUNNING
+
+
+def test_replicas_that_run_are_waited_for_at_the_end(launcher, server):
+    waiting, running, done = map(server.add_run, [StateType.SCHEDULED, StateType.RUNNING, StateType.COMPLETED])
+    server.at_third_look = lambda: setattr(running, "state", StateType.COMPLETED)
+    assert launcher.end_all(timeout_s=60, poll_s=0.001) == 0
+    assert server.cancelled == [waiting.id]
+    assert done.state is StateType.COMPLETED
+
+
+def test_replicas_that_do_not_end_are_cancelled_at_the_deadline(launcher, server, caplog):
+    running = server.add_run(StateType.RUNNING)
+    assert launcher.end_all(timeout_s=0.01, poll_s=0.001) == 1
+    assert server.cancelled == [running.id]
+    assert "1 reward replicas had not ended 0.01 s after the run" in caplog.text
 
 
 def test_in_an_event_loop_the_launch_is_still_synchronous(launcher, server):
