@@ -138,9 +138,7 @@ class EvaluationLane:
         _, episode = self._waited_for.pop(trajectory_id)
         done = episode.done
         assert done is not None and done.ref is not None and reward is not None, (trajectory_id, done)
-        member = BatchMember(
-            trajectory_id, done.ref, reward, success, done.scorer, scorer_version, done.oldest_version
-        )
+        member = BatchMember(trajectory_id, done.ref, reward, success, done.scorer, scorer_version, done.oldest_version)
         episode.result = BatchGroup(episode.group_id, episode.family, episode.seed_env, (member,))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from resources.rollout.group_state import FamilyState, Group, MemberState
 from resources.rollout.messages import TrajectoryDone
 
-
 ALWAYS_SHOWN = ("evicted_groups", "failed_groups", "short_groups", "dead_groups", "redundant_groups", "retried")
 """Counters that every batch shows, zeros included."""
 

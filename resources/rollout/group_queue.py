@@ -144,6 +144,8 @@ class GroupQueue:
     def _take_report(self, report: WorkerReport) -> None:
         record = self._dispatcher.heard(report.worker_id, report.capacity, self._clock())
         record.waiting = {trajectory_id: (stage, waited) for trajectory_id, stage, waited in report.waiting}
+        for line in report.log:
+            self._log(f"{report.worker_id}: {line}")
         for trajectory_id, version in report.sampled:
             if not self._lane.owns(trajectory_id):
                 self._apply(FirstSampled(trajectory_id, version))
@@ -294,7 +296,9 @@ class GroupQueue:
             self._lose_worker(worker_id, f"not heard of for {self._config.worker_timeout_s:g} s")
         for trajectory_id in [key for key, due in self._score_due.items() if due <= now]:
             del self._score_due[trajectory_id]
-            message = f"no score of {trajectory_id} came within its deadline and {self._config.score_grace_s:g} s of grace"
+            message = (
+                f"no score of {trajectory_id} came within its deadline and {self._config.score_grace_s:g} s of grace"
+            )
             self._log(message)
             if self._lane.awaits_score(trajectory_id):
                 self._take_score(Score(trajectory_id, "", "", None, failure_message=message))

@@ -80,6 +80,8 @@ class WorkerReport:
     """(trajectory_id, policy version of its first sampled token)."""
     waiting: tuple[tuple[str, Stage, float], ...] = ()
     """The longest waits: (trajectory_id, for what, seconds). At most a few."""
+    log: tuple[str, ...] = ()
+    """New lines for people. At most a few."""
     held: tuple[str, ...] | None = None
     """Every trajectory it holds: in the first report, after a failed exchange, and when the queue asked to resync. What
     the queue assigned beyond these never arrived."""

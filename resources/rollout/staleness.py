@@ -88,9 +88,9 @@ class StalenessGate:
                 self._load(version, out)
             case FirstSampled(trajectory_id, version):
                 self._sampled(trajectory_id, version, out)
-            case MemberDone(done):
+            case MemberDone():
                 self._done(event, out)
-            case TrajectoryLost(trajectory_id, message):
+            case TrajectoryLost(trajectory_id):
                 self._lost(trajectory_id, out)
             case ScoreArrived(score):
                 seat = self._awaiting(score.trajectory_id)
@@ -189,9 +189,7 @@ class StalenessGate:
             for figure, value in batch_counters(family, version, self._counted_at_last_batch.get(name, {})).items()
         }
         self._counted_at_last_batch = {name: dict(family.counts) for name, family in self.families.items()}
-        batch_groups = tuple(
-            group.as_batch_group(self._seed_env(group.family, group.prompt_index)) for group in groups
-        )
+        batch_groups = tuple(group.as_batch_group(self._seed_env(group.family, group.prompt_index)) for group in groups)
         out.append(TakeBatch(version, batch_groups, counters))
 
     # -- members -----------------------------------------------------------------------------------------------------

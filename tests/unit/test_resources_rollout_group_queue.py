@@ -249,7 +249,10 @@ def test_orders_that_were_lost_on_the_wire_are_given_again():
 def test_work_is_shared_by_free_capacity():
     async def main():
         queue = make_queue(families(groups_per_iteration=8, group_size=4), max_staleness=0)
-        big, small = ScriptedWorker(queue, "big", 30, lambda a: None), ScriptedWorker(queue, "small", 10, lambda a: None)
+        big, small = (
+            ScriptedWorker(queue, "big", 30, lambda a: None),
+            ScriptedWorker(queue, "small", 10, lambda a: None),
+        )
         for worker in (big, small):  # register before there is anything to win
             queue._dispatcher.heard(worker.worker_id, worker.capacity, queue._clock())
         await big.step()
@@ -267,9 +270,7 @@ def test_a_wait_says_what_is_missing():
 
     async def main():
         queue = make_queue(pool_families(), scores=[])
-        worker = ScriptedWorker(
-            queue, play=lambda a: played(a, awaits_score=True) if a.member else None
-        )
+        worker = ScriptedWorker(queue, play=lambda a: played(a, awaits_score=True) if a.member else None)
         await worker.step()
         await worker.step()
         waiting = (("run/pool-000000/0/0", "engine", 12.0),)
@@ -368,7 +369,9 @@ def test_failed_evaluation_episodes_are_retried_then_left_unscored():
     def play(assignment):
         if assignment.split == "train":
             return None
-        return broken(assignment) if assignment.group_id.endswith("0") or assignment.attempt == 0 else played(assignment)
+        return (
+            broken(assignment) if assignment.group_id.endswith("0") or assignment.attempt == 0 else played(assignment)
+        )
 
     async def driver(queue):
         return await queue.evaluate({"inline": 2}, seed=5, evaluate_timeout_s=5.0)
@@ -405,7 +408,9 @@ def test_dynamic_sampling_ends_with_the_cause():
             await queue.collect(0, 10.0)
 
     run_with_worker(
-        make_queue(dynamic_sampling=True, max_replaced_groups=3), driver, play=lambda assignment: played(assignment, 1.0)
+        make_queue(dynamic_sampling=True, max_replaced_groups=3),
+        driver,
+        play=lambda assignment: played(assignment, 1.0),
     )
 
 

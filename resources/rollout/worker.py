@@ -1,0 +1,216 @@
+"""A rollout worker: an actor that plays trajectories on a thread and event loop of its own.
+
+The actor's methods run on the loop of the Dask worker that hosts it; playing there would delay its heartbeats and
+transfers. So the trajectories, the proxy and the writer live on another loop, and the methods only hand over to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from resources.environments.family import FamilyConfig
+from resources.environments.registry import instantiate, make_environment
+from resources.failures import DeadlineExceeded, InfrastructureFailure
+from resources.object_store import ObjectStore
+from resources.pools.actors import call
+from resources.rewards.queue import RewardQueue
+from resources.rewards.scorers import resolve_scorer
+from resources.rollout.config import RolloutConfig
+from resources.rollout.encoding_cache import EncodingCache
+from resources.rollout.env_manager import EpisodeServices
+from resources.rollout.handover import Handover, ScoreSubmitter
+from resources.rollout.policy_files import fetch_policy_files, read_context_length
+from resources.rollout.proxy import LLMProxy
+from resources.rollout.worker_loop import WorkerLoop
+from resources.trajectories.store import TrajectoryWriter
+
+START_DEADLINE_S = 30.0
+CLOSE_DEADLINE_S = 15.0
+
+Engines = Mapping[str, Sequence[tuple[str, Any]]]
+
+
+class RolloutWorker:
+    """See the module. Construction blocks until the worker's loop runs (imports and tokenizer included)."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        run_id: str,
+        store_url: str,
+        queue: Any,
+        engines: Engines,
+        families: Mapping[str, FamilyConfig],
+        config: RolloutConfig,
+        *,
+        fallback: Mapping[str, Sequence[str]] | None = None,
+        policy_directory: str | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        """
+        Args:
+            queue: the group queue (an actor handle or a plain object).
+            engines: by hardware class, (name, actor).
+            fallback: compatible classes of each class, in order.
+            policy_directory: where the tokenizer is; None: beside the run's newest weights.
+            context_length: tokens of a trajectory, at most; None: what the policy was built for.
+
+        Raises ValueError for a family whose environment, scorer or hardware class cannot be had.
+        """
+        self.worker_id = worker_id
+        self._config = config
+        _check_classes(families, engines, fallback or {})
+        for family in families.values():
+            instantiate(family)
+        store = ObjectStore.open(store_url)
+        directory = Path(policy_directory) if policy_directory else fetch_policy_files(store, run_id)
+        self._parts = _Parts(worker_id, run_id, store, queue, engines, families, config, fallback or {})
+        self._parts.directory = directory
+        self._parts.context_length = context_length or read_context_length(directory)
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name=f"rollout-{worker_id}", daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_DEADLINE_S):
+            raise DeadlineExceeded(
+                f"the loop of rollout worker {worker_id} did not start within {START_DEADLINE_S:g} s"
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    async def stats(self) -> dict[str, Any]:
+        """JSON-able figures of this worker, its proxy and its caches."""
+        return await self._on_loop(self._parts.stats())
+
+    async def set_engines(self, engines: Engines) -> None:
+        """Use these engines from now on (a supervisor has rebuilt one, or added one)."""
+        await self._on_loop(self._parts.set_engines(engines))
+
+    async def close(self) -> None:
+        """Cancel what is played, seal what is written, end the thread. No-op when closed before."""
+        if self._thread.is_alive():
+            await self._on_loop(self._parts.stop())
+            await asyncio.to_thread(self._thread.join, CLOSE_DEADLINE_S)
+
+    async def _on_loop(self, work: Any) -> Any:
+        if self._loop is None or not self._thread.is_alive():
+            work.close()
+            raise InfrastructureFailure(f"rollout worker {self.worker_id} has ended ({self._failure or 'closed'})")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the loop of rollout worker {self.worker_id} did not answer within {CLOSE_DEADLINE_S:g} s"
+            ) from None
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # noqa: BLE001 - kept for the next caller; a thread has nobody else to tell
+            self._failure = error
+        finally:
+            self._started.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._parts.open()
+        self._started.set()
+        await self._parts.run()
+
+
+class _Parts:
+    """Everything that lives on the worker's own loop."""
+
+    directory: Path
+    context_length: int
+
+    def __init__(
+        self,
+        worker_id: str,
+        run_id: str,
+        store: ObjectStore,
+        queue: Any,
+        engines: Engines,
+        families: Mapping[str, FamilyConfig],
+        config: RolloutConfig,
+        fallback: Mapping[str, Sequence[str]],
+    ) -> None:
+        self._worker_id, self._run_id, self._store, self._queue = worker_id, run_id, store, queue
+        self._engines, self._families, self._config, self._fallback = engines, dict(families), config, fallback
+
+    def open(self) -> None:
+        """Build the parts; needs the running loop."""
+        from resources.policy.chat_format import ChatFormat
+
+        config = self._config
+        self._chat = EncodingCache(ChatFormat.from_directory(self.directory))
+        self._writer = TrajectoryWriter(
+            self._store, self._run_id, self._worker_id, seal_bytes=config.seal_bytes, seal_after_s=config.seal_after_s
+        )
+        self._submitter = ScoreSubmitter(RewardQueue(self._store, self._run_id).submit, config.score_window_s)
+        scorers = {
+            name: resolve_scorer(family.scorer, family.scorer_arguments) for name, family in self._families.items()
+        }
+        handover = Handover(self._families, scorers, self._writer, self._submitter)
+        self._worker_loop = WorkerLoop(self._worker_id, self._queue, self._families, config, handover, call=call)
+        # Engines know proxies by id: a worker that is restarted under its old name must not meet its old requests.
+        self._proxy = LLMProxy(
+            f"{self._worker_id}-{secrets.token_hex(4)}",
+            self._engines,
+            config,
+            call=call,
+            fallback=self._fallback,
+            log=self._worker_loop.log,
+        )
+        self._services = EpisodeServices(
+            chat=self._chat,
+            proxy=self._proxy,
+            make_environment=lambda name, family: make_environment(family, family=name),
+            context_length=self.context_length,
+            length_finish=config.length_finish,
+            on_first_sampled=self._worker_loop.note_first_sampled,
+            log=self._worker_loop.log,
+            close_deadline_s=config.close_deadline_s,
+        )
+
+    async def run(self) -> None:
+        try:
+            await self._worker_loop.run(self._services)
+        finally:
+            await self._proxy.close()
+            await self._submitter.close()
+            await self._writer.close()
+
+    async def stop(self) -> None:
+        await self._worker_loop.stop()
+
+    async def set_engines(self, engines: Engines) -> None:
+        self._proxy.set_engines(engines)
+
+    async def stats(self) -> dict[str, Any]:
+        return {
+            "worker_id": self._worker_id,
+            **self._worker_loop.stats(),
+            "encoding_cache": {"hits": self._chat.num_hits, "misses": self._chat.num_misses},
+            "proxy": self._proxy.stats(),
+        }
+
+
+def _check_classes(
+    families: Mapping[str, FamilyConfig], engines: Engines, fallback: Mapping[str, Sequence[str]]
+) -> None:
+    for name, family in families.items():
+        classes = (family.hardware_class, *fallback.get(family.hardware_class, ()))
+        if not any(engines.get(hardware_class) for hardware_class in classes):
+            raise ValueError(
+                f"families.{name}.hardware_class is {family.hardware_class!r}, but neither it nor a fallback of it has an "
+                f"engine; engines exist for {sorted(key for key, members in engines.items() if members)}"
+            )
