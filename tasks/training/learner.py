@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from resources.object_store import ObjectStore
+from resources.policy.directory import policy_files
 from tasks.training.advantages.base import AdvantageEstimator
 from tasks.training.checkpoint import LearnerCounters, restore_checkpoint, save_checkpoint
 from tasks.training.config import TrainingConfig
@@ -21,7 +22,7 @@ from tasks.training.forward import PolicyForward
 from tasks.training.losses.base import Loss
 from tasks.training.masks import derive_masks
 from tasks.training.metrics import batch_metrics
-from tasks.training.model import load_policy, policy_files, policy_tensors
+from tasks.training.model import load_policy, policy_tensors
 from tasks.training.normalisers import Normaliser
 from tasks.training.optimizer import build_optimizer
 from tasks.training.packing import PackableSequence

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from resources.policy.directory import read_model_config
 from tasks.training.attention import use_block_diagonal_attention
 from tasks.training.forward import PolicyForward
 from tasks.training.packing import Layout, PackableSequence, pack
@@ -19,7 +20,6 @@ PROBE_LENGTHS = (7, 5)
 PROBE_TOLERANCE = 1e-3
 """Largest difference, in nats, between this learner's log-probabilities and those of the model as its authors wrote
 it."""
-NOT_POLICY_FILES = (".safetensors", ".bin", ".gguf", ".index.json", "manifest.json")
 
 
 def load_policy(model_directory: str | Path, layout: Layout, device: str) -> PreTrainedModel:
@@ -32,10 +32,7 @@ def load_policy(model_directory: str | Path, layout: Layout, device: str) -> Pre
             logits, a soft cap), which this forward pass would leave out.
     """
     directory = Path(model_directory)
-    if not (directory / "config.json").is_file():
-        raise ValueError(
-            f"policy.model_directory: {directory} holds no config.json; name a Hugging Face model directory"
-        )
+    read_model_config(directory)
     with _no_progress_bar():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
@@ -58,15 +55,6 @@ def load_policy(model_directory: str | Path, layout: Layout, device: str) -> Pre
             + " a model of the Qwen3, Qwen2 or Llama layout"
         )
     return model
-
-
-def policy_files(model_directory: str | Path) -> dict[str, bytes]:
-    """What lies beside the weights (configuration, tokenizer, chat template), by name: published with every version."""
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(Path(model_directory).iterdir())
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_POLICY_FILES)
-    }
 
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
