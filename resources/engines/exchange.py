@@ -90,14 +90,14 @@ class Exchange:
             task = asyncio.get_running_loop().create_task(self._generate(mailbox, request))
             mailbox.tasks.add(task)
             task.add_done_callback(mailbox.tasks.discard)
-        if requests and aborts:
-            # The tasks have to reach the engine before an abort of one of them.
+        if requests:
+            # Let the tasks reach the engine, before an abort of one of them, and before its free slots are counted.
             await asyncio.sleep(0)
         for request_id in aborts:
             await self._engine.abort(request_id)
         for trajectory_id in releases:
             await self._engine.release(trajectory_id)
-        if self._engine.failure is not None and not mailbox.tasks and not mailbox.finished:
+        if self._engine.failure is not None and not mailbox.finished and all(task.done() for task in mailbox.tasks):
             raise EngineFailure(self._engine.failure)
         finished = await self._collect(mailbox, wait_s) if wait_s > 0 else []
         engine = self._engine

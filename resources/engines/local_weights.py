@@ -73,7 +73,8 @@ def fuse_weights(
     than its embedding: such weights would be half of one version and half of another.
     """
     _check_names(layout, tensors, version)
-    embedding = _matrix(tensors, "model.embed_tokens.weight", (layout.vocab_size, layout.hidden_size), device)
+    # Cloned: as fetched it may be a view of a mapped file.
+    embedding = _matrix(tensors, "model.embed_tokens.weight", (layout.vocab_size, layout.hidden_size), device).clone()
     if layout.tied_head:
         head = tensors.get("lm_head.weight")
         if head is not None and not torch.equal(head, tensors["model.embed_tokens.weight"]):
