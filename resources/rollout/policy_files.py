@@ -28,7 +28,7 @@ def fetch_policy_files(store: ObjectStore, run_id: str) -> Path:
     complete = [
         version
         for version, keys in files.items()
-        if {"config.json", "tokenizer_config.json"} <= {key.rsplit("/", 1)[1] for key in keys}
+        if {"manifest.json", "config.json", "tokenizer_config.json"} <= {key.rsplit("/", 1)[1] for key in keys}
     ]
     if not complete:
         raise InfrastructureFailure(

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,14 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """Cancel what is played, seal what is written, end the thread. No-op when closed before."""
-        if self._thread.is_alive():
-            await self._on_loop(self._parts.stop())
+        if self._loop is not None and self._thread.is_alive():
+            with suppress(RuntimeError):  # its loop ended by itself this moment: the run is over
+                self._loop.call_soon_threadsafe(self._parts.stop)
             await asyncio.to_thread(self._thread.join, CLOSE_DEADLINE_S)
+            if self._thread.is_alive():
+                raise DeadlineExceeded(
+                    f"rollout worker {self.worker_id} did not end within {CLOSE_DEADLINE_S:g} s of its close"
+                )
 
     async def _on_loop(self, work: Any) -> Any:
         if self._loop is None or not self._thread.is_alive():
@@ -189,8 +195,8 @@ class _Parts:
             await self._submitter.close()
             await self._writer.close()
 
-    async def stop(self) -> None:
-        await self._worker_loop.stop()
+    def stop(self) -> None:
+        self._worker_loop.stop()
 
     async def set_engines(self, engines: Engines) -> None:
         self._proxy.set_engines(engines)

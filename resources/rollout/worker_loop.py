@@ -61,6 +61,7 @@ class WorkerLoop:
         self._sends: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._closing = False
+        self._task: asyncio.Task[Any] | None = None
 
     def log(self, line: str) -> None:
         """A line for people; it travels to the group queue with the next report."""
@@ -70,8 +71,25 @@ class WorkerLoop:
         self._sampled.append((trajectory_id, version))
 
     async def run(self, services: EpisodeServices) -> None:
-        """Until the queue says that the run is over, or `stop`."""
+        """Until the queue says that the run is over, or `stop`; then everything that is played is cancelled."""
         self._services = services
+        self._task = asyncio.current_task()
+        try:
+            await self._take_orders()
+        except asyncio.CancelledError:
+            if not self._closing or self._task is None:
+                raise
+            self._task.uncancel()
+        await self._stop_playing()
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        if not self._closing:
+            self._closing = True
+            if self._task is not None:
+                self._task.cancel()
+
+    async def _take_orders(self) -> None:
         pause_s = 0.1
         while not self._closing:
             if self._must_resync and self._sends:
@@ -84,12 +102,6 @@ class WorkerLoop:
             else:
                 await asyncio.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-        await self._stop_playing()
-
-    async def stop(self) -> None:
-        """Cancel everything; `run` then returns."""
-        self._closing = True
-        await self._stop_playing()
 
     def stats(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,181 @@
+"""The rollout plane in one process, without Dask: real engine, stores, environments and reward queue, two families."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from resources.engines.actor import EngineActor
+from resources.engines.config import EngineConfig
+from resources.environments.family import FamilyConfig
+from resources.object_store import ObjectStore
+from resources.policy.config import PolicyConfig
+from resources.policy.tiny import create_tiny_policy
+from resources.rewards.queue import RewardQueue
+from resources.rewards.scorers import resolve_scorer
+from resources.rollout.config import RolloutConfig
+from resources.rollout.group_queue import GroupQueue
+from resources.rollout.worker import RolloutWorker
+from resources.trajectories.batch import read_batch, write_batch
+from resources.trajectories.store import read_trajectories
+from resources.weights.store import WeightStore
+
+RUN = "run"
+CORPUS = [
+    "math: <tool>expression</tool> then <answer>number</answer>", "<tool>12+3</tool>", "<answer>15</answer>",
+    "guess a number from 1 to 7: <answer>4</answer>", "higher", "lower", "0123456789 +-*=()<>/",
+]  # fmt: skip
+
+
+class OnLoop:
+    """An actor's stand-in: its methods run on the loop that it belongs to, whoever calls them."""
+
+    def __init__(self, actor, loop: asyncio.AbstractEventLoop):
+        self._actor, self._loop = actor, loop
+
+    def __getattr__(self, method):
+        async def run(*arguments, **named):
+            coroutine = getattr(self._actor, method)(*arguments, **named)
+            if asyncio.get_running_loop() is self._loop:
+                return await coroutine
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+        return run
+
+
+class RewardThread:
+    """One replica: claims, scores, completes."""
+
+    def __init__(self, store: ObjectStore):
+        self._queue = RewardQueue(store, RUN)
+        self._scorer = resolve_scorer("exact_answer")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        while not self._stop.is_set():
+            claim = self._queue.claim("thread", 30.0)
+            if claim is None:
+                time.sleep(0.02)
+                continue
+            self._queue.complete(claim, [self._scorer.score(request) for request in claim.requests])
+
+    def stop(self):
+        self._stop.set()
+        self._thread.join(5)
+
+
+def families() -> dict[str, FamilyConfig]:
+    common = dict(groups_per_iteration=2, group_size=3, max_new_tokens=6)
+    return {
+        "guess": FamilyConfig(environment="guess_number", hardware_class="compute", **common),
+        "math": FamilyConfig(
+            environment="calculator", hardware_class="bandwidth", scorer="exact_answer", **common
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    config = PolicyConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64)
+    return create_tiny_policy(tmp_path_factory.mktemp("policy"), config, CORPUS, seed=0)
+
+
+def publish(store: ObjectStore, policy: Path, version: int) -> None:
+    tensors = {name: tensor * (1.0 + 0.01 * version) for name, tensor in load_file(policy / "model.safetensors").items()}
+    files = {path.name: path.read_bytes() for path in policy.iterdir() if path.suffix in (".json", ".jinja")}
+    WeightStore(store, RUN).publish(version, tensors, files=files)
+
+
+async def switch_weights(engines: list[EngineActor], queue: GroupQueue, version: int) -> None:
+    for engine in engines:
+        await engine.prefetch(version)
+    for engine in engines:
+        await engine.suspend()
+    for engine in engines:
+        await engine.load(version)
+    await queue.version_loaded(version)
+    for engine in engines:
+        await engine.resume()
+
+
+async def run_iterations(store: ObjectStore, policy: Path, config: RolloutConfig, number: int):
+    publish(store, policy, 0)
+    loop = asyncio.get_running_loop()
+    engines = {
+        name: EngineActor(store.url, RUN, 0, EngineConfig(num_slots=8), name, f"{name}-0")
+        for name in ("compute", "bandwidth")
+    }
+    queue = GroupQueue(RUN, store.url, families(), config, seed=7)
+    handles = {name: [(f"{name}-0", OnLoop(engine, loop))] for name, engine in engines.items()}
+    worker = await asyncio.to_thread(
+        RolloutWorker, "w0", RUN, store.url, OnLoop(queue, loop), handles, families(), config
+    )
+    try:
+        batches = []
+        for version in range(number):
+            batches.append(await queue.collect(version, 60.0))
+            write_batch(store, batches[-1])
+            publish(store, policy, version + 1)
+            if config.max_staleness:
+                await asyncio.sleep(0.2)  # rollouts go on under the old weights
+            await switch_weights(list(engines.values()), queue, version + 1)
+        evaluation = await queue.evaluate({"guess": 3, "math": 2}, seed=1, evaluate_timeout_s=60.0, greedy=True)
+        stats = await worker.stats()
+        json.dumps([stats, await queue.stats(), await queue.snapshot()])
+        return batches, evaluation, stats
+    finally:
+        await queue.close()
+        await worker.close()
+        for engine in engines.values():
+            await engine.close()
+
+
+@pytest.mark.parametrize("alpha", [0, 1])
+def test_three_batches_with_version_bumps(tmp_path, policy, alpha):
+    """S1 at alpha 0: every trained token has the learner's version; at alpha 1 the lag is at most 1."""
+    store = ObjectStore.open(str(tmp_path))
+    config = RolloutConfig(
+        pipeline="asynchronous" if alpha else "synchronous", max_staleness=alpha, seal_after_s=0.05, score_window_s=0.02
+    )
+    rewards = RewardThread(store)
+    try:
+        batches, evaluation, stats = asyncio.run(run_iterations(store, policy, config, 3))
+    finally:
+        rewards.stop()
+    seen: set[str] = set()
+    lags = []
+    for version, batch in enumerate(batches):
+        assert read_batch(store, RUN, version) == batch
+        assert sorted(group.family for group in batch.groups) == ["guess", "guess", "math", "math"]
+        assert seen.isdisjoint(group.group_id for group in batch.groups)
+        seen |= {group.group_id for group in batch.groups}
+        members = [member for group in batch.groups for member in group.members]
+        assert len(members) == 12
+        rows = read_trajectories(store, [member.ref for member in members])
+        for member, row in zip(members, rows, strict=True):
+            assert row.trajectory_id == member.trajectory_id
+            assert row.oldest_version == member.oldest_version
+            versions = np.unique(row.token_versions[row.loss_mask])
+            assert all(version - alpha <= v <= version for v in versions)
+            lags += [version - int(v) for v in versions]
+            inline = row.family == "guess"
+            assert (row.reward is not None) == inline and member.reward is not None
+            assert member.scorer == ("environment" if inline else "exact_answer")
+            assert {turn.hardware_class for turn in row.turns} == {"compute" if inline else "bandwidth"}
+        seeds = [row.seed_sampling for row in rows]
+        assert len(set(seeds)) == len(seeds)
+        assert batch.counters["lag_max/guess"] <= alpha
+    assert max(lags) == alpha, "at alpha 1 some tokens are one version old, or the pipeline did not overlap"
+    assert [len(group.members) for group in evaluation] == [1] * 5
+    eval_rows = read_trajectories(store, [group.members[0].ref for group in evaluation])
+    assert {row.split for row in eval_rows} == {"eval"} and {row.newest_version for row in eval_rows} == {3}
+    assert stats["proxy"]["num_fallbacks"] == {} and stats["proxy"]["num_rerouted"] == 0
