@@ -68,7 +68,7 @@ def test_the_digest_changes_with_what_matters_and_with_nothing_else(tmp_path: Pa
     elsewhere = {"guess_number": GUESS["guess_number"].model_copy(update={"hardware_class": "x", "group_size": 2})}
     assert warm_start_digest(SMALL, elsewhere, SHORT, 0) == base
     assert len(base) == 16 and int(base, 16) >= 0
-    harder = {"guess_number": GUESS["guess_number"].model_copy(update={"arguments": {"highest": 15}})}
+    harder = {"guess_number": GUESS["guess_number"].model_copy(update={"arguments": {"highest": 3}})}
     other_noise = SHORT.model_copy(update={"p_random": {"guess_number": 0.1}})
     unused_noise = SHORT.model_copy(update={"p_random": {**SHORT.p_random, "calculator": 0.9}})
     assert warm_start_digest(SMALL, GUESS, unused_noise, 0) == base
