@@ -17,6 +17,7 @@ from uuid import UUID, uuid4
 
 import cloudpickle
 import distributed
+import httpx
 from distributed.scheduler import KilledWorker
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, RunInput, State
@@ -28,8 +29,10 @@ from prefect.context import (
     TaskRunContext,
     serialize_context,
 )
-from prefect.exceptions import ObjectNotFound
+from prefect.events.worker import EventsWorker
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.futures import PrefectFuture, PrefectWrappedFuture
+from prefect.logging.handlers import APILogWorker
 from prefect.states import Crashed
 from prefect.task_engine import run_task_async, run_task_sync
 from prefect.task_runners import TaskRunner
@@ -44,6 +47,8 @@ R = TypeVar("R")
 TAG_PREFIX = "pool:"
 CONNECT_S = 10.0
 """Longest wait for the scheduler to answer."""
+HAND_IN_S = 3.0
+"""Longest wait for a server to take the last events and log lines."""
 
 
 def hardware_class_of(task: Task[Any, Any]) -> str:
@@ -92,9 +97,32 @@ def run_pool_task(
 ) -> State[Any]:
     """Run one task in a worker and return its final state; the task's own errors are inside the state."""
     restored = {**context.restore(), "asset_context": asset_context}
+    _report_to(restored["settings_context"]["settings"].api.url)
     if task.isasync:
         return asyncio.run(run_task_async(task=task, context=restored, return_type="state", **run))  # type: ignore
     return run_task_sync(task=task, context=restored, return_type="state", **run)  # type: ignore
+
+
+async def dask_teardown(worker: distributed.Worker) -> None:
+    """Called by Dask when a worker that preloads this module closes: the end of the last task's log is handed in."""
+    await asyncio.to_thread(hand_in_reports)
+
+
+def hand_in_reports(timeout_s: float = HAND_IN_S) -> None:
+    """Send the events and log lines that this process still holds (Prefect collects them for up to two seconds)."""
+    for service in (EventsWorker, APILogWorker):
+        service.drain_all(timeout=timeout_s)
+
+
+_reporting_to: list[str | None] = [None]
+
+
+def _report_to(api_url: str | None) -> None:
+    """Prefect's reporting threads keep the server that they were started for: a worker that outlives a run, on a
+    standing cluster, must not report the next one to a server that is gone."""
+    if _reporting_to[0] != api_url:
+        hand_in_reports()
+        _reporting_to[0] = api_url
 
 
 class PoolFuture(PrefectWrappedFuture[R, distributed.Future]):
@@ -157,7 +185,10 @@ class PoolFuture(PrefectWrappedFuture[R, distributed.Future]):
         client = get_client(sync_client=True)
         try:
             client.set_task_run_state(self.task_run_id, reported, force=True)
-        except ObjectNotFound:  # the task never started, so no worker has announced its run
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code != httpx.codes.NOT_FOUND:
+                raise
+            # The task never started, so no worker has announced its run.
             client.create_task_run(
                 self._task, self._flow_run_id, dynamic_key=str(self.task_run_id), id=self.task_run_id, state=reported
             )
