@@ -39,7 +39,7 @@ SIDE_TIMEOUT_S = 900.0
 TRL_SIDES = ("trl, 1 thread", "trl, 2 threads")
 LOOP_SIDES = ("loop, 1 thread", "loop, 2 threads")
 ROLLART = "rollart"
-START = "start (warm-started policy)"
+START = "warm start"
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Side:
 
 
 def rows_of(sides: Mapping[str, Side], start_success: Mapping[str, float]) -> list[dict[str, Any]]:
-    """One row a side, and one for the policy that all start from."""
+    """One row a side, and one for the policy that all start from. ``start_s``: start-up, first update and end."""
     rows: list[dict[str, Any]] = [{"side": START, **_success_columns(start_success)}]
     for name, side in sides.items():
         rates = [result.trajectories_per_s() for result in side.results]
@@ -71,11 +71,9 @@ def rows_of(sides: Mapping[str, Side], start_success: Mapping[str, float]) -> li
             {
                 "side": name,
                 "trajectories_per_s": median(rates),
-                "lowest": min(rates),
-                "highest": max(rates),
-                "sampled_tokens_per_s": median([result.tokens_per_s() for result in side.results]),
-                "updates": len(side.results[-1].updates),
-                "start_and_end_s": median([wall - steady for wall, steady in zip(side.wall_s, seconds, strict=True)]),
+                "rounds": " ".join(f"{rate:.1f}" for rate in rates),
+                "tokens_per_s": median([result.tokens_per_s() for result in side.results]),
+                "start_s": median([wall - steady for wall, steady in zip(side.wall_s, seconds, strict=True)]),
                 **_success_columns(side.success),
             }
         )
@@ -96,11 +94,11 @@ def headline_of(sides: Mapping[str, Side]) -> dict[str, HeadlineNumber]:
     }
 
 
-def _success_columns(success: Mapping[str, float]) -> dict[str, float]:
+def _success_columns(success: Mapping[str, float]) -> dict[str, Any]:
     if not success:
         return {}
-    by_family = {f"success {name}": share for name, share in success.items()}
-    return {**by_family, "success mean": sum(success.values()) / len(success)}
+    by_family = ", ".join(f"{name} {share:.2f}" for name, share in success.items())
+    return {"success": sum(success.values()) / len(success), "by_family": by_family}
 
 
 class Benchmark:
