@@ -13,7 +13,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run `train` from the command line. Returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m flows.train", description="Train from a run file.")
     parser.add_argument("run_file", nargs="?", help="YAML file with RunConfig's fields; without it: all defaults")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace one field (dotted key)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace one field (dotted key)"
+    )
     parser.add_argument("--resume", metavar="RUN_ID", help="go on with a run of the same store ('latest': the newest)")
     parser.add_argument("--verbose", action="store_true", help="show every log line of Prefect and of the workers")
     options = parser.parse_args(arguments)
@@ -37,7 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
         config = with_overrides(load_run_file(options.run_file) if options.run_file else RunConfig(), overrides)
     except ValidationError as error:
         for item in error.errors():
-            print(f"error: {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {item['msg']}", file=sys.stderr)
+            print(
+                f"error: {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {item['msg']}",
+                file=sys.stderr,
+            )
         return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

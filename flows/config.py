@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,9 @@ from resources.hardware import PoolsConfig
 from resources.policy.config import PolicyConfig
 from resources.rewards.config import RewardsConfig
 from resources.rollout.config import RolloutConfig
+from resources.state_dir import state_dir
 from tasks.training.config import TrainingConfig
 from tasks.warm_start.config import WarmStartConfig
-
-
-def state_dir() -> Path:
-    """The project's state folder: ``$ROLLART_HOME``, else ``.rollart`` in the checkout (Prefect's database, logs, runs)."""
-    return Path(os.environ.get("ROLLART_HOME") or Path(__file__).resolve().parent.parent / ".rollart").absolute()
 
 
 def default_store() -> str:
@@ -36,9 +31,9 @@ class EvaluationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_episodes: int = Field(256, ge=1)
+    num_episodes: int = Field(default=256, ge=1)
     """Episodes of each family in the evaluations before and after training."""
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """Evaluate after every so many iterations as well; 0: only before and after."""
     before: bool = True
     """Evaluate the policy that training starts from."""
@@ -46,7 +41,7 @@ class EvaluationConfig(BaseModel):
     """Evaluate the last version."""
     greedy: bool = False
     """Take the most likely token instead of sampling."""
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0)
     """Longest time one evaluation may take, in seconds."""
 
 
@@ -57,13 +52,13 @@ class RunConfig(BaseModel):
 
     name: str = "quickstart"
     """Prefix of the run's id: 1 to 40 of a-z, 0-9 and '-'."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seeds weights, prompts and sampling."""
     store: str = Field(default_factory=default_store)
     """Object store of the run: a folder (made absolute) or ``s3://bucket/prefix``."""
-    num_iterations: int = Field(60, ge=1)
+    num_iterations: int = Field(default=60, ge=1)
     """Iterations in all; a resumed run goes on up to this number."""
-    iteration_timeout_s: float = Field(900.0, gt=0)
+    iteration_timeout_s: float = Field(default=900.0, gt=0)
     """An iteration whose batch is not complete after this many seconds ends the run, saying what is missing."""
     families: dict[str, FamilyConfig] = Field(default_factory=quickstart_families, min_length=1)
     """Task families by name."""
@@ -83,7 +78,7 @@ class RunConfig(BaseModel):
     """Elastic reward pool."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
-    checkpoint_keep: int = Field(2, ge=1)
+    checkpoint_keep: int = Field(default=2, ge=1)
     """Learner checkpoints and weight versions kept beside those still in use."""
 
     @field_validator("store")
@@ -101,6 +96,11 @@ class RunConfig(BaseModel):
                     f"families.{name}.hardware_class is {family.hardware_class!r}, which no engine pool provides; "
                     f"allowed: {engine_classes}. Change it, or add the class to pools.classes with role 'engine'"
                 )
+        if self.warm_start is None and self.policy.model_directory is None:
+            raise ValueError(
+                "warm_start is null and policy.model_directory is not given: RL cannot start from an untrained policy "
+                "(no episode succeeds); give a model directory, or leave warm_start out for its defaults"
+            )
         return self
 
 
@@ -130,7 +130,9 @@ def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig
         for depth, part in enumerate(parents):
             if not isinstance(place, dict) or part not in place:
                 known = sorted(place) if isinstance(place, dict) else []
-                raise ValueError(f"override {dotted!r}: {'.'.join(parents[: depth + 1])!r} does not exist; known: {known}")
+                raise ValueError(
+                    f"override {dotted!r}: {'.'.join(parents[: depth + 1])!r} does not exist; known: {known}"
+                )
             if place[part] is None:
                 place[part] = {}
             place = place[part]

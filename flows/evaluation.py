@@ -6,12 +6,13 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, default_store, state_dir
+from flows.config import RunConfig, default_store
 from flows.plane import rollout_plane
 from flows.pools import RunPools, run_pools
 from flows.reward_pool import reward_pool
 from flows.server import server_flow
 from resources.runs import ResumePoint, RunRef, find_run
+from resources.state_dir import state_dir
 from resources.weights.store import WeightStore
 from tasks.evaluation.stage import evaluate_version
 
@@ -59,7 +60,9 @@ def evaluate(
         return evaluate_plane(pools, beside, config, version, greedy=greedy)
 
 
-def evaluate_plane(pools: RunPools, run: RunRef, config: RunConfig, version: int, *, greedy: bool | None = None) -> dict[str, Any]:
+def evaluate_plane(
+    pools: RunPools, run: RunRef, config: RunConfig, version: int, *, greedy: bool | None = None
+) -> dict[str, Any]:
     """Evaluate the version that a living plane's engines hold, as a subflow on its pools."""
     settings = config.evaluation
     return evaluate_held_version.with_options(task_runner=pools.task_runner())(

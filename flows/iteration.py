@@ -74,7 +74,11 @@ def rl_iteration(run: RunRef, version: int, plan: IterationPlan) -> dict[str, An
     # 4., 5., 6. Suspend at the next decode step, load (a pointer swap), resume: running trajectories go on under v + 1.
     switched = switch_weights.submit(run, version + 1, plan.timeout_s).result()
     # 7. Metrics, artifacts, manifest; then evaluate when due: the next load comes after it, so one version is measured.
-    spent = {"time/started_at": started, "time/collect_s": collected - started, "time/iteration_s": time.time() - started}
+    spent = {
+        "time/started_at": started,
+        "time/collect_s": collected - started,
+        "time/iteration_s": time.time() - started,
+    }
     row = {**batch, **metrics, **{f"weights/{k}": v for k, v in published.items()}, **switched, **spent}
     row = record.submit(run, version, row, plan.families).result()
     if plan.evaluate_episodes:

@@ -10,6 +10,7 @@ from resources.object_store import ObjectStore
 from resources.policy.directory import check_policy_directory
 from resources.rewards.scorers.registry import resolve_scorer
 from resources.runs import ResumePoint, RunRef, create_run, find_run, iterations, new_run_id, resume_point
+from resources.trajectories.batch import batch_key, batch_versions
 
 MUST_MATCH = ("seed", "families", "policy", "warm_start")
 """What a resumed run keeps: other data or another model would be another run."""
@@ -50,7 +51,17 @@ def open_run(config: RunConfig, resume: str | None) -> tuple[RunRef, ResumePoint
             f"run {run.run_id} has {done[-1] + 1} iterations and num_iterations is {config.num_iterations}: nothing is "
             f"left to do; for 60 more set num_iterations to {done[-1] + 61}"
         )
-    return run, resume_point(run)
+    point = resume_point(run)
+    _forget_unrecorded_batches(run, point.version if point else 0)
+    return run, point
+
+
+def _forget_unrecorded_batches(run: RunRef, version: int) -> None:
+    """A batch whose iteration was never recorded changed no weights that the resume starts from: its groups are in the
+    queue's state still, and the batch is taken anew."""
+    for taken in batch_versions(run.root(), run.run_id):
+        if taken >= version:
+            run.root().delete(batch_key(run.run_id, taken))
 
 
 def _check_same(run: RunRef, new: dict[str, Any], old: dict[str, Any]) -> None:

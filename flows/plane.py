@@ -37,7 +37,7 @@ class Plane:
 
     def check(self) -> None:
         """Raises InfrastructureFailure when an actor was lost with its worker."""
-        self.watch.check()
+        self.watch.raise_if_lost()
 
 
 @contextmanager
@@ -122,15 +122,10 @@ class _Placement:
                     EngineActor,
                     worker,
                     f"engine-{name}-{index}",
-                    (),
+                    (run.store_url, run.run_id, version, config.engine, name, f"{name}-{index}"),
                     {
-                        "store_url": run.store_url,
-                        "run_id": run.run_id,
-                        "version": version,
-                        "config": config.engine,
-                        "hardware_class": name,
-                        "name": f"{name}-{index}",
                         "device": self._pools.classes[name].device,
+                        "threads": self._pools.classes[name].torch_threads,
                     },
                     True,
                 )
@@ -150,7 +145,15 @@ class _Placement:
                 RolloutWorker,
                 worker,
                 f"rollout-{index}",
-                (f"rollout-{index}", run.service_id, run.store_url, queue, by_class, dict(config.families), config.rollout),
+                (
+                    f"rollout-{index}",
+                    run.service_id,
+                    run.store_url,
+                    queue,
+                    by_class,
+                    dict(config.families),
+                    config.rollout,
+                ),
                 {"fallback": fallback},
                 True,
             )

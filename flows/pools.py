@@ -16,7 +16,7 @@ from resources.hardware import PoolsConfig
 from resources.pools.cluster import open_pools
 from resources.pools.preflight import check_pools
 
-PRELOAD = ("prefect", "flows.iteration", "flows.evaluation", "flows.warm_start")
+PRELOAD = ("prefect", "flows.iteration", "flows.warm_start")
 """What workers import before they take work: Prefect and the stages alone cost the first task some seconds."""
 CONSOLE_LEVEL = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
 

@@ -22,7 +22,11 @@ class RunProgress:
         self._families = families
         self._console = console or Console(stderr=True)
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self._console
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
         )
         self._task = self._bar.add_task("iterations", total=num_iterations, completed=done)
         self._live = Live(self._bar, console=self._console, refresh_per_second=4) if self._console.is_terminal else None
@@ -33,13 +37,19 @@ class RunProgress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
     def say(self, text: str) -> None:
         """One line that stays on the screen."""
         self._console.print(text, highlight=False)
+
+    def show(self, table: Table) -> None:
+        """A table that stays on the screen, below the live part."""
+        self._console.print(table)
 
     def iteration(self, row: dict[str, Any], replicas: int) -> None:
         """Show a finished iteration's metrics row."""

@@ -30,7 +30,10 @@ class RunReport:
             0.0, key=f"progress-{run.run_id}", description=f"Iterations of run {run.run_id}"
         )
         create_link_artifact(
-            run.folder().uri(""), link_text="files of the run", key=f"store-{run.run_id}", description="The run's folder"
+            run.folder().url,
+            link_text="files of the run",
+            key=f"store-{run.run_id}",
+            description="The run's folder",
         )
 
     def iteration(self, row: dict[str, Any]) -> None:
@@ -52,7 +55,7 @@ class RunReport:
             "num_iterations": len(rows),
             "num_trajectories": sum(row["num_trajectories"] for row in rows),
             "num_tokens": sum(row["num_tokens"] for row in rows),
-            "store": self._run.folder().uri(""),
+            "store": self._run.folder().url,
         }
         folder = self._run.folder()
         folder.put_json("summary.json", summary)

@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import get_run_logger
 
-from flows.config import RunConfig, state_dir, with_overrides
+from flows.config import RunConfig, with_overrides
 from flows.evaluation import evaluate_plane
 from flows.iteration import IterationPlan, rl_iteration
 from flows.opening import check_inputs, open_run
@@ -18,9 +18,10 @@ from flows.report import RunReport, read_evaluation
 from flows.reward_pool import reward_pool
 from flows.server import server_flow
 from flows.warm_start import starting_policy
+from resources.state_dir import state_dir
 
 
-@server_flow(name="train", flow_run_name="{config.name}", check=check_inputs)
+@server_flow(name="train", flow_run_name="{config.name}")
 def train(
     config: RunConfig = RunConfig(),  # noqa: B008 - Prefect draws the form from this default
     overrides: dict[str, Any] | None = None,
@@ -47,7 +48,7 @@ def train(
         model_directory = starting_policy(config, pools)
         with (
             rollout_plane(pools.client, pools.serving, run, config, model_directory, point) as plane,
-            reward_pool(run, config) as replicas,
+            reward_pool(run, config) as autoscaler,
         ):
             if config.evaluation.before and point is None:
                 before = evaluate_plane(pools, run, config, version=0)
@@ -56,7 +57,7 @@ def train(
                 plan = IterationPlan.of(config, version)
                 row = rl_iteration.with_options(task_runner=pools.task_runner())(run, version, plan)
                 report.iteration(row)
-                progress.iteration(row, replicas.num_replicas)
+                progress.iteration(row, autoscaler.num_replicas if autoscaler else 0)
             if config.evaluation.after:
                 after = evaluate_plane(pools, run, config, version=last)
     return report.finish(before, after, time.time() - started, progress)

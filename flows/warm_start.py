@@ -6,17 +6,15 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, state_dir, with_overrides
+from flows.config import RunConfig, with_overrides
 from flows.opening import check_inputs
 from flows.pools import RunPools, run_pools
 from flows.server import server_flow
+from resources.state_dir import state_dir
 from tasks.warm_start.stage import warm_start_policy
 
-TIMEOUT_S = 1800.0
-"""Longest time of one warm start, in seconds."""
 
-
-@server_flow(name="warm-start", flow_run_name="{config.name}-warm-start", check=check_inputs)
+@server_flow(name="warm-start", flow_run_name="{config.name}-warm-start")
 def warm_start(
     config: RunConfig = RunConfig(),  # noqa: B008 - Prefect draws the form from this default
     overrides: dict[str, Any] | None = None,
@@ -29,13 +27,23 @@ def warm_start(
 
 
 def starting_policy(config: RunConfig, pools: RunPools) -> str:
-    """Directory of the policy that RL starts from, as a subflow on the pools when it has to be made."""
-    return make_starting_policy.with_options(task_runner=pools.task_runner())(config)
+    """Directory of the policy that RL starts from: the given model, or its warm start, made as a subflow on the pools."""
+    if config.warm_start is None:
+        assert config.policy.model_directory is not None, "RunConfig refuses this combination"
+        return config.policy.model_directory
+    return make_warm_start.with_options(task_runner=pools.task_runner())(config)["directory"]
 
 
-@flow(name="starting-policy", flow_run_name="starting-policy", validate_parameters=False)
-def make_starting_policy(config: RunConfig) -> str:
+@flow(name="make-warm-start", flow_run_name="make-warm-start", validate_parameters=False)
+def make_warm_start(config: RunConfig) -> dict[str, Any]:
     """One stage on the learner's class: the cached policy, or a new one."""
+    learner = config.pools.classes[config.pools.of_role("learner")[0]]
     return warm_start_policy.submit(
-        store_url=config.store, policy=config.policy, families=dict(config.families), config=config.warm_start, seed=config.seed
+        config.store,
+        config.policy,
+        dict(config.families),
+        config.warm_start,
+        config.seed,
+        learner.device,
+        learner.torch_threads,
     ).result()

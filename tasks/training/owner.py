@@ -61,7 +61,9 @@ class LearnerActor:
         A repeated call for a batch that is already trained is refused: a batch is trained exactly once.
         """
         if version != self.version:
-            raise ValueError(f"the learner holds version {self.version}; batch {version} is not the next one to train on")
+            raise ValueError(
+                f"the learner holds version {self.version}; batch {version} is not the next one to train on"
+            )
         started = time.perf_counter()
         batch = read_batch(self.run.root(), self.run.run_id, version)
         members = [member for group in batch.groups for member in group.members]
@@ -72,9 +74,12 @@ class LearnerActor:
         return {**report.metrics, "time/read_batch_s": read_s, "time/update_s": time.perf_counter() - started}
 
     def publish(self) -> dict[str, Any]:
-        """Write the weights of the version held, then the checkpoint that a resume starts from. Idempotent."""
+        """Write the weights of the version held, then the checkpoint that a resume starts from.
+
+        What lies there already is replaced: it comes from an iteration that ended before it was recorded.
+        """
         started = time.perf_counter()
-        manifest = self.weights.publish(self.version, self.learner.tensors(), files=self.learner.files())
+        manifest = self.weights.publish(self.version, self.learner.tensors(), files=self.learner.files(), on_exist="replace")
         published_s = time.perf_counter() - started
         self.learner.save(self.folder, self._checkpoint(self.version))
         return {

@@ -1,0 +1,81 @@
+"""Which run is this, and where does it go on? (S10)"""
+
+from __future__ import annotations
+
+import pytest
+
+from flows.config import RunConfig
+from flows.opening import check_inputs, open_run
+from resources.runs import find_run, write_iteration
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    return RunConfig(store=str(tmp_path / "store"), num_iterations=60)
+
+
+def finish(run, iteration: int) -> None:
+    write_iteration(run, iteration, {"version": iteration + 1, "queue_state": {"version": iteration + 1}})
+
+
+def test_a_new_run_is_found_as_the_latest(config):
+    run, point = open_run(config, None)
+    assert point is None
+    assert find_run(config.store, "latest") == run
+
+
+def test_60_iterations_done_and_60_more_asked_for_goes_on_with_iteration_61(config):
+    """S10."""
+    run, _ = open_run(config, None)
+    for iteration in range(60):
+        finish(run, iteration)
+    more = config.model_copy(update={"num_iterations": 120})
+    again, point = open_run(more, "latest")
+    assert again == run
+    assert point is not None and point.version == 60  # iteration number 60 is the 61st
+
+
+def test_a_resume_never_ends_at_once_with_nothing_done(config):
+    """S10."""
+    run, _ = open_run(config, None)
+    finish(run, 59)
+    with pytest.raises(ValueError, match=r"has 60 iterations .* for 60 more set num_iterations to 120"):
+        open_run(config, run.run_id)
+
+
+def test_a_resume_of_another_configuration_is_refused(config):
+    run, _ = open_run(config, None)
+    with pytest.raises(ValueError, match="cannot be resumed with another seed"):
+        open_run(config.model_copy(update={"seed": 9}), run.run_id)
+
+
+def test_an_unknown_run_names_the_known_ones(config):
+    run, _ = open_run(config, None)
+    with pytest.raises(ValueError, match=run.run_id):
+        open_run(config, "nosuch")
+    with pytest.raises(ValueError, match="holds no run yet"):
+        find_run(str(config.store) + "-other", "latest")
+
+
+def test_a_bad_name_is_refused(config):
+    with pytest.raises(ValueError, match="name is 'Bad Name'"):
+        open_run(config.model_copy(update={"name": "Bad Name"}), None)
+
+
+def test_a_missing_model_directory_is_named(config, tmp_path):
+    policy = config.policy.model_copy(update={"model_directory": str(tmp_path / "none")})
+    with pytest.raises(ValueError, match="none"):
+        check_inputs(config.model_copy(update={"policy": policy}))
+
+
+def test_a_store_that_cannot_be_written_is_named(config, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="file/store"):
+        check_inputs(config.model_copy(update={"store": str(file / "store")}))
+
+
+def test_an_environment_that_does_not_exist_is_named_with_its_family(config):
+    family = config.families["frozen_lake"].model_copy(update={"environment": "frozen_pond"})
+    with pytest.raises(ValueError, match=r"families.lake: .*frozen_pond"):
+        check_inputs(config.model_copy(update={"families": {"lake": family}}))
