@@ -19,71 +19,72 @@ class RolloutConfig(BaseModel):
     pipeline: Pipeline = "asynchronous"
     """``synchronous``: no generation starts between "batch complete" and "new weights loaded" (max_staleness 0).
     ``asynchronous``: rollouts go on while the learner trains (max_staleness >= 1)."""
-    max_staleness: int = Field(1, ge=0)
+    max_staleness: int = Field(default=1, ge=0)
     """Largest allowed learner's version minus oldest sampled version of a trained trajectory, in versions."""
     stale_policy: StalePolicy = "evict"
     """What happens to a group beyond the bound. ``evict``: cancelled whole, prompt and seed issued again.
     ``finish_masked``: it goes on, its tokens beyond the bound are masked in the loss, its rewards count."""
-    max_reissues: int = Field(2, ge=0)
+    max_reissues: int = Field(default=2, ge=0)
     """How often one prompt may be issued again (after eviction or failure) before it is dropped."""
     member_failure: MemberFailurePolicy = "minimum_group"
-    """``fail_fast``: one failed member drops its group. ``retry``: a failed member is played again, and drops the group when
-    its retries are used up. ``minimum_group``: as retry, but the group is used when enough members are scored."""
-    max_member_retries: int = Field(2, ge=0)
+    """``fail_fast``: one failed member drops its group. ``retry``: a failed member is played again, and drops the
+    group when its retries are used up. ``minimum_group``: as retry, but the group is used when enough members are
+    scored."""
+    max_member_retries: int = Field(default=2, ge=0)
     """How often a failed member is played again."""
-    minimum_group: int = Field(2, ge=1)
+    minimum_group: int = Field(default=2, ge=1)
     """Scored members with which a group is used under ``member_failure: minimum_group``."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal (no signal) by new prompts instead of handing them to the learner."""
-    max_replaced_groups: int = Field(64, ge=1)
+    max_replaced_groups: int = Field(default=64, ge=1)
     """Groups without signal that one family may replace for one batch; beyond it the run ends with that cause."""
     length_finish: Literal["end_episode", "step"] = "end_episode"
     """A turn that ran into ``max_new_tokens``: end the episode there (truncated), or give the cut text to the
     environment and go on."""
 
-    max_concurrent_trajectories: int = Field(512, ge=1)
+    max_concurrent_trajectories: int = Field(default=512, ge=1)
     """Trajectories that one rollout worker plays at once."""
-    retry_backoff_s: float = Field(0.2, ge=0)
+    retry_backoff_s: float = Field(default=0.2, ge=0)
     """Pause before a failed member is played again; doubles with each failure in a row of its family, up to 10 s."""
-    breaker_failures: int = Field(16, ge=1)
+    breaker_failures: int = Field(default=16, ge=1)
     """After so many failures in a row in one family, its new starts are paused as well (an outage waits)."""
-    worker_timeout_s: float = Field(5.0, gt=0)
+    worker_timeout_s: float = Field(default=5.0, gt=0)
     """A rollout worker not heard of for this long is lost: its trajectories are played again elsewhere."""
-    exchange_wait_s: float = Field(1.0, gt=0)
+    exchange_wait_s: float = Field(default=1.0, gt=0)
     """Longest stay of a worker's long poll at the group queue, in seconds; well below ``worker_timeout_s``."""
-    done_window_s: float = Field(0.005, ge=0)
+    done_window_s: float = Field(default=0.005, ge=0)
     """Finished trajectories of so many seconds share one report to the group queue."""
 
-    generate_deadline_s: float = Field(120.0, gt=0)
+    generate_deadline_s: float = Field(default=120.0, gt=0)
     """Longest time one generation may take on one engine, suspensions not counted, in seconds."""
-    suspend_limit_s: float = Field(600.0, gt=0)
+    suspend_limit_s: float = Field(default=600.0, gt=0)
     """Longest suspension of an engine that a waiting request outlives, in seconds."""
-    max_engine_attempts: int = Field(3, ge=1)
+    max_engine_attempts: int = Field(default=3, ge=1)
     """Engines that one generation is tried on before it fails."""
-    engine_wait_s: float = Field(60.0, gt=0)
+    engine_wait_s: float = Field(default=60.0, gt=0)
     """Longest wait for any usable engine when all are lost, in seconds."""
-    engine_cooldown_s: float = Field(5.0, ge=0)
+    engine_cooldown_s: float = Field(default=5.0, ge=0)
     """A failed engine is tried again after this pause, in seconds."""
-    engine_poll_s: float = Field(2.0, gt=0)
+    engine_poll_s: float = Field(default=2.0, gt=0)
     """Longest stay of a proxy's long poll at an engine, in seconds."""
-    exchange_deadline_s: float = Field(30.0, gt=0)
+    exchange_deadline_s: float = Field(default=30.0, gt=0)
     """Longest time an engine or the queue may take to answer beyond the stay asked for, in seconds."""
 
-    close_deadline_s: float = Field(10.0, gt=0)
+    close_deadline_s: float = Field(default=10.0, gt=0)
     """Longest time an environment's `close` may take, in seconds."""
-    score_window_s: float = Field(0.05, ge=0)
+    score_window_s: float = Field(default=0.05, ge=0)
     """Scoring requests of so many seconds share one file of the reward queue."""
-    reward_poll_s: float = Field(0.05, gt=0)
+    reward_poll_s: float = Field(default=0.05, gt=0)
     """Period at which the group queue looks for reward results, while any are awaited."""
-    score_grace_s: float = Field(60.0, ge=0)
+    score_grace_s: float = Field(default=60.0, ge=0)
     """Time a score may take beyond the family's ``score_deadline_s`` (replica start, backlog), in seconds."""
-    seal_bytes: int = Field(4 * 1024 * 1024, ge=1)
+    seal_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
     """Size at which a trajectory file is sealed, in bytes."""
-    seal_after_s: float = Field(0.2, gt=0)
+    seal_after_s: float = Field(default=0.2, gt=0)
     """Age at which a trajectory file is sealed, in seconds."""
-    stall_after_s: float = Field(30.0, gt=0)
+    stall_after_s: float = Field(default=30.0, gt=0)
     """When nothing was scored for this long, the wait for a batch names what is missing in the log."""
-    stall_limit_s: float = Field(600.0, gt=0)
+    stall_limit_s: float = Field(default=600.0, gt=0)
     """When nothing was scored for this long, the wait for a batch ends with that message."""
 
     @model_validator(mode="after")
@@ -95,8 +96,8 @@ class RolloutConfig(BaseModel):
             )
         if self.pipeline == "asynchronous" and self.max_staleness == 0:
             raise ValueError(
-                "rollout.max_staleness is 0, which is the synchronous pipeline, but rollout.pipeline is 'asynchronous'; "
-                "set rollout.pipeline to 'synchronous', or rollout.max_staleness to 1 or more"
+                "rollout.max_staleness is 0, which is the synchronous pipeline, but rollout.pipeline is "
+                "'asynchronous'; set rollout.pipeline to 'synchronous', or rollout.max_staleness to 1 or more"
             )
         return self
 
@@ -109,6 +110,7 @@ class RolloutConfig(BaseModel):
             )
         if self.stall_limit_s < self.stall_after_s:
             raise ValueError(
-                f"rollout.stall_limit_s ({self.stall_limit_s}) must not be below rollout.stall_after_s ({self.stall_after_s})"
+                f"rollout.stall_limit_s ({self.stall_limit_s}) must not be below rollout.stall_after_s "
+                f"({self.stall_after_s})"
             )
         return self

@@ -66,7 +66,8 @@ class Dispatcher:
             self._lanes.setdefault((lane, assignment.family), deque()).append(trajectory_id)
 
     def release(self, now: float) -> bool:
-        """Let delayed retries whose pause is over into their lane; True when there were any, or a family's pause ended."""
+        """Let delayed retries whose pause is over into their lane; True when there were any, or a family's pause
+        ended."""
         released = False
         while self._delayed and self._delayed[0][0] <= now:
             _, _, lane, trajectory_id = heapq.heappop(self._delayed)
@@ -81,7 +82,8 @@ class Dispatcher:
         return released
 
     def cancel(self, trajectory_id: str, termination: CancelTermination) -> bool:
-        """Stop a trajectory: tell its worker, or take it from the queue. False when no worker will ever report its end."""
+        """Stop a trajectory: tell its worker, or take it from the queue. False when no worker will ever report its
+        end."""
         if self._queued.pop(trajectory_id, None) is not None:
             return False
         worker_id = self.holder.get(trajectory_id)

@@ -5,8 +5,8 @@
 | a request        | its generation                            | the long poll that brings it, or the link's failure   |
 | the long poll    | a finished generation of this proxy       | the engine, ``poll_s``, or ``exchange_deadline_s``    |
 
-Requests of one loop tick travel together. A request that arrives while no poll is out rides on the next one; otherwise it
-is sent at once beside it, or the first turn of a quiet engine would wait for the poll to return.
+Requests of one loop tick travel together. A request that arrives while no poll is out rides on the next one;
+otherwise it is sent at once beside it, or the first turn of a quiet engine would wait for the poll to return.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class EnvManager:
     def _open_environment(self) -> Environment:
         try:
             self._environment = self._services.make_environment(self.assignment.family, self._config)
-        except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything; it is this trajectory's failure
+        except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything
             raise EnvironmentFailure(
                 f"{self.assignment.family}: the environment could not be made ({type(error).__name__}: {error})"
             ) from error
@@ -178,7 +178,8 @@ class EnvManager:
         self._generation_s += self._enter("environment") - start
         if len(generation.token_ids) > max_new_tokens:
             raise EngineFailure(
-                f"engine {generation.engine} gave {len(generation.token_ids)} tokens where {max_new_tokens} were allowed"
+                f"engine {generation.engine} gave {len(generation.token_ids)} tokens where {max_new_tokens} "
+                "were allowed"
             )
         return generation
 

@@ -42,9 +42,9 @@ def count_evicted(counts: Counter[str], group: Group, horizon: int) -> None:
 def batch_counters(family: FamilyState, version: int, counted_before: dict[str, int]) -> dict[str, Any]:
     """Figures of one family in batch ``version``: lags of its trajectories, and what was counted since the last batch.
 
-    ``lag``: learner's version minus oldest sampled version; ``span``: newest minus oldest version of one trajectory (lag
-    gained in flight); ``queue_lag``: learner's version minus newest (lag gained waiting). Histograms have string keys, so
-    that they survive JSON unchanged. Trajectories without a sampled token have no lag.
+    ``lag``: learner's version minus oldest sampled version; ``span``: newest minus oldest version of one trajectory
+    (lag gained in flight); ``queue_lag``: learner's version minus newest (lag gained waiting). Histograms have string
+    keys, so that they survive JSON unchanged. Trajectories without a sampled token have no lag.
     """
     lag: Counter[str] = Counter()
     span: Counter[str] = Counter()

@@ -9,7 +9,8 @@ from resources.rewards.base import Score
 from resources.rollout.messages import BatchGroup, TrajectoryDone
 
 CancelTermination = Literal["evicted_stale", "cancelled_redundant", "preempted"]
-"""Why a running trajectory is stopped: its group is beyond the bound, it is no longer needed, or its group was dropped."""
+"""Why a running trajectory is stopped: its group is beyond the bound, it is no longer needed, or its group was
+dropped."""
 
 
 @dataclass(frozen=True, slots=True)

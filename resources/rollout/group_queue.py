@@ -1,8 +1,8 @@
 """The group queue: an actor that hands out trajectories, hears how they ended, and gives the learner its batches.
 
-It joins the staleness gate (what may start, what may be trained), the dispatcher (who plays it) and the evaluation lane,
-and holds references only: a few hundred bytes a trajectory. Every method is a coroutine on the event loop of the worker
-that hosts the actor; the one thing that blocks, looking for reward results, runs in a thread.
+It joins the staleness gate (what may start, what may be trained), the dispatcher (who plays it) and the evaluation
+lane, and holds references only: a few hundred bytes a trajectory. Every method is a coroutine on the event loop of
+the worker that hosts the actor; the one thing that blocks, looking for reward results, runs in a thread.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class GroupQueue:
     # -- rollout workers ---------------------------------------------------------------------------------------------
 
     async def exchange(self, report: WorkerReport, wait_s: float = 0.0) -> Orders:
-        """Take a worker's report; answer with its orders, at once when there are any, else within ``wait_s`` seconds."""
+        """Take a worker's report; answer with its orders: at once when there are any, else within ``wait_s``."""
         self._ensure_running()
         known = report.worker_id in self._dispatcher.workers
         if not known and report.held is None:
@@ -179,8 +179,8 @@ class GroupQueue:
         """Batch ``version``, as soon as it is complete; asked again, the same batch again.
 
         Raises:
-            DeadlineExceeded: after ``collect_timeout_s`` seconds, or when nothing was scored for ``stall_limit_s``; names
-                the families, groups, members and stages that are missing.
+            DeadlineExceeded: after ``collect_timeout_s`` seconds, or when nothing was scored for ``stall_limit_s``;
+                names the families, groups, members and stages that are missing.
             SignalLost: a family replaced more groups without signal than allowed (dynamic sampling).
             ValueError: the version is not that of the next batch.
         """
@@ -389,9 +389,9 @@ class GroupQueue:
         if self._no_signal is not None:
             family, number = self._no_signal.family, self._no_signal.num_replaced
             raise SignalLost(
-                f"family {family!r}: {number} groups in a row had equal rewards in all members and were replaced, more than "
-                f"rollout.max_replaced_groups ({self._config.max_replaced_groups}) allows for one batch; the policy gets no "
-                "signal there (too easy, hopeless, or a scorer that always says the same)"
+                f"family {family!r}: {number} groups in a row had equal rewards in all members and were replaced, more "
+                f"than rollout.max_replaced_groups ({self._config.max_replaced_groups}) allows for one batch; the "
+                "policy gets no signal there (too easy, hopeless, or a scorer that always says the same)"
             )
         for task in self._tasks:
             if task.done() and not task.cancelled() and task.exception() is not None:

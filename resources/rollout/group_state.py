@@ -121,7 +121,8 @@ class Group:
 
 @dataclass(slots=True)
 class FamilyState:
-    """The groups of one family. Every prompt issued is in exactly one of: waiting, running, complete, trained, dropped."""
+    """The groups of one family. Every prompt issued is in exactly one of: waiting, running, complete, trained,
+    dropped."""
 
     config: FamilyConfig
     cursor: int = 0
@@ -140,7 +141,8 @@ class FamilyState:
     num_replaced_for_batch: int = 0
     """Groups without signal that were replaced since the last batch was taken."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Cumulative counters, flat names (``evicted_groups``, ``failed.environment``, ``cancelled_redundant.tokens``, ...)."""
+    """Cumulative counters, flat names (``evicted_groups``, ``failed.environment``, ``cancelled_redundant.tokens``,
+    ...)."""
 
     def open_groups(self) -> list[Group]:
         return [*self.running.values(), *self.waiting]

@@ -1,4 +1,4 @@
-"""From a played episode to what the group queue hears: judged inline or sent to the pool, its row sealed in the store."""
+"""From a played episode to what the group queue hears: judged inline or sent to the pool, its row sealed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ class Handover:
             if manager.judgement is None:
                 raise RewardFailure(
                     f"scorer {scorer.name!r} of family {trajectory.family!r} runs on the pool, but environment "
-                    f"{trajectory.env_id!r} gives no judgement to score; set scorer to 'environment', or add judgement()"
+                    f"{trajectory.env_id!r} gives no judgement to score; set scorer to 'environment', or add "
+                    "judgement()"
                 )
             return
         if scorer.name == "environment":

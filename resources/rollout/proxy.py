@@ -2,8 +2,8 @@
 
 Routing: task family -> hardware class -> the engine that holds the trajectory's prefix, else the one with most free
 capacity. A class without a usable engine is served by its declared fallback classes, in order; every use is counted. A
-request whose engine fails goes to another one with the tokens already sampled (arXiv 2510.19225, section 4.2): prompt plus
-partial answer, fewer tokens left to sample, versions and log-probabilities joined.
+request whose engine fails goes to another one with the tokens already sampled (arXiv 2510.19225, section 4.2):
+prompt plus partial answer, fewer tokens left to sample, versions and log-probabilities joined.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class LLMProxy:
         self.set_engines(engines)
 
     def set_engines(self, engines: Mapping[str, Sequence[tuple[str, Any]]]) -> None:
-        """Use these engines from now on. Links to those that stay (same name and actor) are kept; requests on the others
-        go to another engine."""
+        """Use these engines from now on. Links to those that stay (same name and actor) are kept; requests on the
+        others go to another engine."""
         kept = {(link.hardware_class, link.name): link for links in self._links.values() for link in links}
         self._links = {}
         for hardware_class, members in engines.items():
@@ -94,8 +94,8 @@ class LLMProxy:
     async def generate(self, request: GenerateRequest, hardware_class: str) -> Generation:
         """Complete one request on an engine of the class, or of its fallbacks.
 
-        Raises EngineFailure when ``max_engine_attempts`` engines failed on it, or none was usable for ``engine_wait_s``.
-        Cancelling it aborts the request on its engine.
+        Raises EngineFailure when ``max_engine_attempts`` engines failed on it, or none was usable for
+        ``engine_wait_s``. Cancelling it aborts the request on its engine.
         """
         parts: list[Generation] = []
         errors: list[str] = []
@@ -226,8 +226,8 @@ class LLMProxy:
         candidates = self._candidates(hardware_class)
         known = ", ".join(f"{link.name} ({link.last_error or 'closed'})" for link in candidates) or "none registered"
         return (
-            f"no engine of class {hardware_class!r} or its fallbacks {list(self._fallback.get(hardware_class, ()))} was "
-            f"usable for {self._config.engine_wait_s:g} s: {known}"
+            f"no engine of class {hardware_class!r} or its fallbacks {list(self._fallback.get(hardware_class, ()))} "
+            f"was usable for {self._config.engine_wait_s:g} s: {known}"
         )
 
     def _count_fallback(self, wanted: str, used: str) -> None:

@@ -5,10 +5,10 @@ Admission per family f, in groups (the rule of AReaL, arXiv 2505.24298, section 
     start_f <= min(max_concurrent_f - running_f,
                    (max_staleness + version + 1) * groups_f + redundant_f - accepted_f - running_f)
 
-A group is reserved whole and runs until it is scored. ``accepted_f`` counts groups scored and kept, trained or not. Evicted,
-dropped and replaced groups leave both counts. Eviction bounds what may be trained: a group is doomed when the learner's
-version minus the oldest version any member has sampled exceeds ``max_staleness`` (RollArt, arXiv 2512.22560, section 6.2).
-docs/staleness.md argues why the bound holds. Nothing here knows a clock, a worker or a store.
+A group is reserved whole and runs until it is scored. ``accepted_f`` counts groups scored and kept, trained or not.
+Evicted, dropped and replaced groups leave both counts. Eviction bounds what may be trained: a group is doomed when
+the learner's version minus the oldest version any member has sampled exceeds ``max_staleness`` (RollArt, arXiv
+2512.22560, section 6.2). docs/staleness.md argues why the bound holds. Nothing here knows a clock, a worker or a store.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class StalenessGate:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Decision]:
-        """Apply one event. Raises ValueError on events that no correct driver sends (a version that goes back, a batch out
-        of order)."""
+        """Apply one event. Raises ValueError on events that no correct driver sends (a version that goes back, a
+        batch out of order)."""
         out: list[Decision] = []
         match event:
             case Opened():

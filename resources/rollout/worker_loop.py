@@ -1,10 +1,10 @@
 """The loop of one rollout worker: takes orders from the group queue, plays them, reports how they ended.
 
-| who waits          | for what                              | until, at the latest                                       |
-|--------------------|---------------------------------------|------------------------------------------------------------|
-| the loop           | orders of the group queue             | ``exchange_wait_s``, then it asks again                    |
-| a trajectory       | see `env_manager`                     |                                                            |
-| a played one       | its row's file, its scoring request   | the writer's and the reward queue's deadlines              |
+| who waits    | for what                            | until, at the latest                          |
+|--------------|-------------------------------------|-----------------------------------------------|
+| the loop     | orders of the group queue           | ``exchange_wait_s``, then it asks again       |
+| a trajectory | see `env_manager`                   |                                               |
+| a played one | its row's file, its scoring request | the writer's and the reward queue's deadlines |
 
 One long poll is out at the queue; what ends meanwhile is reported beside it, a window's worth at a time.
 """
@@ -119,7 +119,7 @@ class WorkerLoop:
         try:
             async with asyncio.timeout(limit_s):
                 orders: Orders = await self._call(self._queue, "exchange", report, wait_s)
-        except Exception as error:  # noqa: BLE001 - whatever it was: what was reported is reported again, nothing is lost
+        except Exception as error:  # noqa: BLE001 - whatever it was, what was reported is reported again
             message = f"no answer within {limit_s:g} s" if isinstance(error, TimeoutError) else repr(error)
             self._lines.extendleft(reversed(report.log))
             self.log(f"the group queue could not be reached ({message})")
@@ -209,7 +209,7 @@ class WorkerLoop:
         try:
             trajectory = await manager.play()
             done = await self._handover.deliver(manager, trajectory, self._clock() - start)
-        except Exception as error:  # noqa: BLE001 - our own fault; the trajectory is reported, or its group would wait for ever
+        except Exception as error:  # noqa: BLE001 - our own fault; unreported, its group would wait for ever
             self.log(f"{assignment.trajectory_id} broke down: {error!r}")
             done = never_played(assignment, f"the rollout worker broke down on it: {error!r}")
         finally:

@@ -77,9 +77,7 @@ def families() -> dict[str, FamilyConfig]:
     common = dict(groups_per_iteration=2, group_size=3, max_new_tokens=6)
     return {
         "guess": FamilyConfig(environment="guess_number", hardware_class="compute", **common),
-        "math": FamilyConfig(
-            environment="calculator", hardware_class="bandwidth", scorer="exact_answer", **common
-        ),
+        "math": FamilyConfig(environment="calculator", hardware_class="bandwidth", scorer="exact_answer", **common),
     }
 
 
@@ -90,7 +88,8 @@ def policy(tmp_path_factory) -> Path:
 
 
 def publish(store: ObjectStore, policy: Path, version: int) -> None:
-    tensors = {name: tensor * (1.0 + 0.01 * version) for name, tensor in load_file(policy / "model.safetensors").items()}
+    untrained = load_file(policy / "model.safetensors")
+    tensors = {name: tensor * (1.0 + 0.01 * version) for name, tensor in untrained.items()}
     files = {path.name: path.read_bytes() for path in policy.iterdir() if path.suffix in (".json", ".jinja")}
     WeightStore(store, RUN).publish(version, tensors, files=files)
 

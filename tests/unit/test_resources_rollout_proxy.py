@@ -202,7 +202,8 @@ def test_turns_stay_on_the_engine_that_holds_the_prefix_and_new_ones_go_where_th
 
 
 def test_an_error_goes_to_another_engine_with_the_tokens_already_sampled():
-    """Token-level re-routing: 3 tokens of version 4 on one engine, 5 of version 5 on the other; none is sampled twice."""
+    """Token-level re-routing: 3 tokens of version 4 on one engine, 5 of version 5 on the other; none is sampled
+    twice."""
 
     async def main():
         broken, good = ScriptedEngine("broken", version=4, cut_after=3), ScriptedEngine("good", version=5)

@@ -42,8 +42,8 @@ def done(start: Start, reward: float | None = 1.0, version: int | None = 0, **ch
         trajectory_id=start.trajectory_id, family=start.family, group_id=start.group_id, member=start.member,
         attempt=start.attempt, ref=TrajectoryRef("f.arrow", start.member), reward=reward, awaits_score=reward is None,
         success=None, failure=None, failure_message="", termination="terminated", oldest_version=version,
-        newest_version=version, num_sampled_tokens=4, num_tokens=10, num_turns=3, num_invalid_actions=0, truncated=False,
-        duration_s=1.0,
+        newest_version=version, num_sampled_tokens=4, num_tokens=10, num_turns=3, num_invalid_actions=0,
+        truncated=False, duration_s=1.0,
     )  # fmt: skip
     return MemberDone(TrajectoryDone(**{**fields, **changes}))
 

@@ -125,8 +125,8 @@ class World(RuleBasedStateMachine):
         unscored = failure is not None and not failure.is_scored
         done = TrajectoryDone(
             trajectory_id, start.family, start.group_id, start.member, start.attempt,
-            None if unscored else TrajectoryRef("f", 0), None if awaits or unscored else reward, awaits and not unscored,
-            None, failure, "", "terminated", oldest, oldest, 1, 2, 1, 0, False, 0.0,
+            None if unscored else TrajectoryRef("f", 0), None if awaits or unscored else reward,
+            awaits and not unscored, None, failure, "", "terminated", oldest, oldest, 1, 2, 1, 0, False, 0.0,
         )  # fmt: skip
         self.past.append(done)
         if awaits and not unscored:

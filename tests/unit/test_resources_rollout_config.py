@@ -1,0 +1,33 @@
+"""Rollout configuration: combinations that would not work are refused with the remedy."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from resources.rollout.config import RolloutConfig
+
+
+def test_the_default_is_asynchronous_with_one_version_of_lag():
+    config = RolloutConfig()
+    assert (config.pipeline, config.max_staleness, config.stale_policy) == ("asynchronous", 1, "evict")
+
+
+def test_synchronous_is_exactly_staleness_zero():
+    assert RolloutConfig(pipeline="synchronous", max_staleness=0).max_staleness == 0
+    with pytest.raises(ValidationError, match="set rollout.max_staleness to 0"):
+        RolloutConfig(pipeline="synchronous", max_staleness=2)
+    with pytest.raises(ValidationError, match="set rollout.pipeline to 'synchronous'"):
+        RolloutConfig(max_staleness=0)
+
+
+def test_waits_that_contradict_each_other_are_refused():
+    with pytest.raises(ValidationError, match="exchange_wait_s .4.0. must be at most half of rollout.worker_timeout_s"):
+        RolloutConfig(exchange_wait_s=4.0, worker_timeout_s=5.0)
+    with pytest.raises(ValidationError, match="stall_limit_s"):
+        RolloutConfig(stall_after_s=10.0, stall_limit_s=5.0)
+
+
+def test_unknown_keys_are_errors():
+    with pytest.raises(ValidationError, match="max_stalenes"):
+        RolloutConfig.model_validate({"max_stalenes": 1})

@@ -1,0 +1,223 @@
+"""The rollout worker's loop between a real group queue and hand-written environments, engines, writers and scorers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from resources.environments.family import FamilyConfig
+from resources.failures import FailureClass, InfrastructureFailure
+from resources.rewards.base import Score
+from resources.rollout.config import RolloutConfig
+from resources.rollout.encoding_cache import EncodingCache
+from resources.rollout.env_manager import EpisodeServices
+from resources.rollout.group_queue import GroupQueue
+from resources.rollout.handover import Handover, ScoreSubmitter
+from resources.rollout.worker_loop import WorkerLoop
+from resources.trajectories.trajectory import TrajectoryRef
+from tests.unit.test_resources_rollout_env_manager import EchoEnvironment, LetterFormat, ScriptedGenerator
+
+
+class WinningGenerator(ScriptedGenerator):
+    async def generate(self, request, hardware_class):
+        await asyncio.sleep(0)
+        self.answers = [("win", "stop", 0)]
+        return await super().generate(request, hardware_class)
+
+
+class JudgedEnvironment(EchoEnvironment):
+    def judgement(self):
+        return {"answer": 42}
+
+
+class MemoryWriter:
+    def __init__(self, error: Exception | None = None):
+        self.rows, self.error = [], error
+
+    async def write(self, trajectory):
+        if self.error:
+            raise self.error
+        self.rows.append(trajectory)
+        return TrajectoryRef("memory", len(self.rows) - 1)
+
+    async def close(self): ...
+
+
+@dataclass
+class NamedScorer:
+    name: str = "environment"
+    version: str = "1"
+    runs: Literal["inline", "pool"] = "inline"
+    error: str = ""
+
+    def score(self, request):
+        if self.error:
+            raise RuntimeError(self.error)
+        return Score(request.trajectory_id, self.name, self.version, 0.25, success=True, components={"x": 0.25})
+
+
+class Room:
+    """A queue, a worker loop and their surroundings."""
+
+    def __init__(self, *, scorer=None, environment=EchoEnvironment, writer=None, generator=None, **config):
+        families = {"f": FamilyConfig(environment="echo", hardware_class="c", groups_per_iteration=1, group_size=2)}
+        self.config = RolloutConfig(
+            **{
+                "exchange_wait_s": 0.05,
+                "worker_timeout_s": 5.0,
+                "retry_backoff_s": 0.0,
+                "score_window_s": 0.0,
+                **config,
+            }
+        )
+        self.submitted = []
+        self.scores: list[Score] = []
+        self.reports = []
+        self.num_broken_calls = 0
+        self.queue = GroupQueue("run", "", families, self.config, 0, reward_results=self.take_scores)
+        self.writer = writer or MemoryWriter()
+        self.generator = generator or WinningGenerator()
+        submitter = ScoreSubmitter(self.submit, self.config.score_window_s)
+        handover = Handover(families, {"f": scorer or NamedScorer()}, self.writer, submitter)
+        self.loop = WorkerLoop("w", self.queue, families, self.config, handover, call=self.call)
+        self.services = EpisodeServices(
+            chat=EncodingCache(LetterFormat()), proxy=self.generator, make_environment=lambda n, c: environment(),
+            context_length=200, on_first_sampled=self.loop.note_first_sampled, log=self.loop.log,
+        )  # fmt: skip
+
+    def submit(self, requests):
+        self.submitted += requests
+        self.scores += [Score(r.trajectory_id, r.scorer, r.scorer_version, 0.5) for r in requests]
+
+    def take_scores(self):
+        scores, self.scores = self.scores, []
+        return scores
+
+    async def call(self, actor, method, *arguments):
+        self.reports.append(arguments[0])
+        if self.num_broken_calls:
+            self.num_broken_calls -= 1
+            if self.num_broken_calls % 2:
+                await getattr(actor, method)(*arguments)  # it arrived, but its answer was lost
+            raise InfrastructureFailure("the wire is cut")
+        return await getattr(actor, method)(*arguments)
+
+    def run(self, driver):
+        async def main():
+            running = asyncio.create_task(self.loop.run(self.services))
+            try:
+                return await asyncio.wait_for(driver(self), 10)
+            finally:
+                await self.queue.close()
+                await asyncio.wait_for(running, 5)
+
+        return asyncio.run(main())
+
+
+async def first_batch(room: Room):
+    return await room.queue.collect(0, 5.0)
+
+
+async def first_failure(room: Room) -> tuple[dict[str, int], list[str]]:
+    lines: list[str] = []
+    while True:
+        stats = await room.queue.stats()
+        lines += stats["log_records"]
+        counts = stats["families"]["f"]["counts"]
+        if any(key.startswith("failed.") for key in counts):
+            return counts, lines
+        await asyncio.sleep(0.01)
+
+
+def test_trajectories_are_played_sealed_and_collected():
+    room = Room()
+    batch = room.run(first_batch)
+    (group,) = batch.groups
+    assert [member.reward for member in group.members] == [1.0, 1.0]
+    row = room.writer.rows[group.members[0].ref.row]
+    assert (row.trajectory_id, row.reward, row.scorer) == (group.members[0].trajectory_id, 1.0, "environment")
+    assert any(report.sampled for report in room.reports)
+
+
+def test_an_inline_scorer_judges_before_the_row_is_written():
+    room = Room(scorer=NamedScorer("mine", "2"))
+    batch = room.run(first_batch)
+    assert {(m.reward, m.scorer, m.scorer_version) for m in batch.groups[0].members} == {(0.25, "mine", "2")}
+    assert room.writer.rows[0].reward_components == {"x": 0.25}
+
+
+def test_a_pool_scorer_gets_the_judgement_once_the_row_is_sealed():
+    room = Room(scorer=NamedScorer("exact", "3", "pool"), environment=JudgedEnvironment)
+    batch = room.run(first_batch)
+    assert {(m.reward, m.scorer, m.scorer_version) for m in batch.groups[0].members} == {(0.5, "exact", "3")}
+    assert room.submitted[0].payload == {"num_invalid_actions": 0, "answer": 42}
+    assert room.writer.rows[0].reward is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "failure", "text"),
+    [
+        (dict(scorer=NamedScorer("mine", error="no model")), FailureClass.REWARD, "raised RuntimeError: no model"),
+        (dict(scorer=NamedScorer("exact", runs="pool")), FailureClass.REWARD, "gives no judgement to score"),
+        (dict(writer=MemoryWriter(InfrastructureFailure("disk full"))), FailureClass.INFRASTRUCTURE, "disk full"),
+        (dict(writer=MemoryWriter(KeyError("bug"))), FailureClass.INFRASTRUCTURE, "broke down on it"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_on_the_way_is_data(changes, failure, text):
+    counts, lines = Room(**changes).run(first_failure)
+    assert counts[f"failed.{failure}"] >= 1
+    assert any(text in line for line in lines), lines
+
+
+def test_nothing_is_lost_when_the_queue_cannot_be_reached():
+    """S26: reported again, and heard once; orders that were lost on the way are given again."""
+
+    async def driver(room):
+        batches = []
+        for version in range(2):
+            room.num_broken_calls = 4
+            batches.append(await room.queue.collect(version, 8.0))
+            await room.queue.version_loaded(version + 1)
+        return batches
+
+    room = Room(stale_policy="finish_masked")
+    batches = room.run(driver)
+    ids = [member.trajectory_id for batch in batches for member in batch.groups[0].members]
+    assert len(ids) == len(set(ids)) == 4
+    assert any(report.held for report in room.reports)
+
+
+def test_cancelled_trajectories_tell_what_they_had():
+    """Redundant members are stopped at once and counted with their length and reward so far."""
+
+    class OneNeverAnswers(WinningGenerator):
+        async def generate(self, request, hardware_class):
+            if "/2/" in request.trajectory_id and len(request.token_ids) > 3:
+                await asyncio.sleep(3600)
+            await asyncio.sleep(0.0 if "/2/" in request.trajectory_id else 0.05)
+            self.answers = [("bad" if "/2/" in request.trajectory_id else "win", "stop", 0)]
+            return await ScriptedGenerator.generate(self, request, hardware_class)
+
+    async def driver(room):
+        await first_batch(room)
+        while True:
+            counts = (await room.queue.stats())["families"]["f"]["counts"]
+            if counts.get("cancelled_redundant.trajectories"):
+                return counts
+            await asyncio.sleep(0.01)
+
+    room = Room(generator=OneNeverAnswers(), pipeline="synchronous", max_staleness=0)
+    families = {
+        "f": FamilyConfig(
+            environment="echo", hardware_class="c", groups_per_iteration=1, group_size=2, redundant_members=1
+        )
+    }
+    room.queue = GroupQueue("run", "", families, room.config, 0, reward_results=list)
+    room.loop._queue = room.queue
+    counts = room.run(driver)
+    assert counts["cancelled_redundant.trajectories"] == 1
+    assert counts["cancelled_redundant.turns"] == 1 and counts["cancelled_redundant.reward_milli"] == -100
+    assert [row.termination for row in room.writer.rows].count("cancelled_redundant") == 1
