@@ -17,11 +17,11 @@ class HardwareClass(BaseModel):
 
     role: Role
     """What workers of this class host."""
-    num_workers: int = Field(1, ge=0)
+    num_workers: int = Field(default=1, ge=0)
     """Worker processes that an embedded cluster starts (one per accelerator slot; ignored with ``pools.address``)."""
     fallback: tuple[str, ...] = ()
     """Compatible classes to use, in order, when no worker of this class exists. Every use is counted and logged."""
-    torch_threads: int = Field(1, ge=1)
+    torch_threads: int = Field(default=1, ge=1)
     """Torch and OMP threads in each worker process."""
     device: str = "cpu"
     """Torch device of engines and learners on this class: ``cpu``, ``cuda``, ``cuda:0``, ..."""
@@ -47,9 +47,9 @@ class PoolsConfig(BaseModel):
     """Address of a standing Dask scheduler (``tcp://host:port``). None: start an embedded cluster on 127.0.0.1."""
     classes: dict[str, HardwareClass] = Field(default_factory=quickstart_classes)
     """Hardware classes by name."""
-    start_timeout_s: float = Field(60.0, gt=0)
+    start_timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait, in seconds, for the workers of every class to register."""
-    no_workers_timeout_s: float = Field(30.0, gt=0)
+    no_workers_timeout_s: float = Field(default=30.0, gt=0)
     """A stage whose class has lost all of its workers fails after this many seconds instead of waiting for ever."""
 
     @field_validator("address")
@@ -77,7 +77,9 @@ class PoolsConfig(BaseModel):
                 raise ValueError(f"pools.classes has no class with role {role!r}; add one")
         for role in ("learner", "control"):
             if len(self.of_role(role)) > 1:
-                raise ValueError(f"pools.classes has several classes with role {role!r}: {self.of_role(role)}; keep one")
+                raise ValueError(
+                    f"pools.classes has several classes with role {role!r}: {self.of_role(role)}; keep one"
+                )
         return self
 
     def of_role(self, role: str) -> list[str]:

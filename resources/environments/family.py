@@ -19,27 +19,27 @@ class FamilyConfig(BaseModel):
     """Keyword arguments of the environment."""
     hardware_class: str
     """Class of engines that generate for this family."""
-    groups_per_iteration: int = Field(4, ge=1)
+    groups_per_iteration: int = Field(default=4, ge=1)
     """Groups of this family in every batch."""
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(default=8, ge=1)
     """Trajectories that share a prompt and a seed."""
-    max_new_tokens: int = Field(14, ge=1)
+    max_new_tokens: int = Field(default=14, ge=1)
     """Tokens sampled in one turn, at most."""
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
     scorer: str = "environment"
     """``environment`` (inline), ``exact_answer`` or ``unit_tests`` (on the reward pool), or an import path."""
     scorer_arguments: dict[str, Any] = Field(default_factory=dict)
-    score_deadline_s: float = Field(10.0, gt=0)
+    score_deadline_s: float = Field(default=10.0, gt=0)
     """Longest time one scoring may take, in seconds."""
-    reset_deadline_s: float = Field(30.0, gt=0)
+    reset_deadline_s: float = Field(default=30.0, gt=0)
     """Longest time `reset` may take, in seconds."""
-    step_deadline_s: float = Field(30.0, gt=0)
+    step_deadline_s: float = Field(default=30.0, gt=0)
     """Longest time one `step` may take, in seconds."""
-    max_concurrent_groups: int = Field(64, ge=1)
+    max_concurrent_groups: int = Field(default=64, ge=1)
     """Groups of this family that may run at once."""
-    redundant_groups: int = Field(0, ge=0)
+    redundant_groups: int = Field(default=0, ge=0)
     """Groups started beyond need; the first complete ones win."""
-    redundant_members: int = Field(0, ge=0)
+    redundant_members: int = Field(default=0, ge=0)
     """Members started beyond ``group_size``; the first scored ones win."""

@@ -30,9 +30,12 @@ def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[st
     for line in stats.pop("log_records", []):
         logger.warning("%s", line)
     row = {"iteration": version, "recorded_at": time.time(), **metrics, "queue": stats}
+    row["tokens_per_s"] = row["num_tokens"] / row["time/iteration_s"]
     write_metrics(run.folder(), version, row)
     create_table_artifact(
-        key=f"families-{run.run_id}", table=family_table(row, families), description=f"Iteration {version} by task family"
+        key=f"families-{run.run_id}",
+        table=family_table(row, families),
+        description=f"Iteration {version} by task family",
     )
     write_iteration(
         run,

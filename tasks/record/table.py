@@ -7,9 +7,18 @@ from typing import Any
 
 def family_table(row: dict[str, Any], families: list[str]) -> list[dict[str, Any]]:
     """One line a family from a metrics row whose keys are ``<metric>/<family>``; metrics a family lacks are left blank."""
-    columns = ("reward", "success", "dead_group_share", "num_groups", "num_trajectories", "trained_tokens", "evicted_groups")
+    columns = (
+        "reward",
+        "success",
+        "dead_group_share",
+        "num_groups",
+        "num_trajectories",
+        "trained_tokens",
+        "evicted_groups",
+    )
     return [
-        {"family": family, **{column: _short(row.get(f"{column}/{family}")) for column in columns}} for family in families
+        {"family": family, **{column: _short(row.get(f"{column}/{family}")) for column in columns}}
+        for family in families
     ]
 
 

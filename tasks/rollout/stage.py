@@ -26,11 +26,18 @@ def collect(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
     """
     started = time.perf_counter()
     batch: Batch = call_sync(
-        lookup_sync(run.service_id).queue, "collect", version, collect_timeout_s=timeout_s, timeout_s=timeout_s + GRACE_S
+        lookup_sync(run.service_id).queue,
+        "collect",
+        version,
+        collect_timeout_s=timeout_s,
+        timeout_s=timeout_s + GRACE_S,
     )
     waited_s = time.perf_counter() - started
     write_batch(run.root(), batch)
     get_run_logger().info(
-        "batch %d: %d groups, %d trajectories", version, len(batch.groups), sum(len(group.members) for group in batch.groups)
+        "batch %d: %d groups, %d trajectories",
+        version,
+        len(batch.groups),
+        sum(len(group.members) for group in batch.groups),
     )
     return {**batch_metrics(batch), "time/waited_s": waited_s}

@@ -14,7 +14,9 @@ def training_rows(batch: Batch, trajectories: list[Trajectory]) -> list[Training
     """
     members = [(group, member) for group in batch.groups for member in group.members]
     if len(members) != len(trajectories):
-        raise ValueError(f"batch {batch.version} names {len(members)} trajectories, the store returned {len(trajectories)}")
+        raise ValueError(
+            f"batch {batch.version} names {len(members)} trajectories, the store returned {len(trajectories)}"
+        )
     rows = []
     for (group, member), trajectory in zip(members, trajectories, strict=True):
         if trajectory.trajectory_id != member.trajectory_id:

@@ -62,4 +62,6 @@ async def _on_all(engines: list[Any], method: str, *args: Any, timeout_s: float)
     try:
         return await asyncio.wait_for(asyncio.gather(*(call(engine, method, *args) for engine in engines)), timeout_s)
     except TimeoutError as error:
-        raise TimeoutError(f"{len(engines)} engines: {method}() was not answered by all within {timeout_s:g} s") from error
+        raise TimeoutError(
+            f"{len(engines)} engines: {method}() was not answered by all within {timeout_s:g} s"
+        ) from error
