@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -110,8 +111,15 @@ async def dask_teardown(worker: distributed.Worker) -> None:
 
 def hand_in_reports(timeout_s: float = HAND_IN_S) -> None:
     """Send the events and log lines that this process still holds (Prefect collects them for up to two seconds)."""
-    for service in (EventsWorker, APILogWorker):
-        service.drain_all(timeout=timeout_s)
+    # On a thread: Prefect hands a caller that is on an event loop something to await instead of waiting itself.
+    threads = [
+        threading.Thread(target=service.drain_all, kwargs={"timeout": timeout_s}, daemon=True)
+        for service in (EventsWorker, APILogWorker)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout_s)
 
 
 _reporting_to: list[str | None] = [None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import importlib.metadata
+import json
 import os
 import shutil
 import socket
@@ -17,6 +18,8 @@ from pathlib import Path
 from resources.pools.stack_layout import StackLayout
 
 HOST = "127.0.0.1"
+REQUEST_S = 15
+"""Longest wait for the server to answer a request."""
 WORKER_QUERY_S = 2
 """How often a process worker asks for runs (Prefect's default is 10 s: longer than many a reward replica lives)."""
 
@@ -61,6 +64,27 @@ def is_healthy(port: int) -> bool:
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
+    finally:
+        connection.close()
+
+
+def create_work_pool(port: int, name: str) -> None:
+    """Create a process work pool, so that deployments can name it before its worker has started; one that is there
+    already is fine.
+
+    Raises:
+        OSError: the server does not take it; the message holds its answer.
+    """
+    connection = http.client.HTTPConnection(HOST, port, timeout=REQUEST_S)
+    try:
+        body = json.dumps({"name": name, "type": "process"})
+        connection.request("POST", "/api/work_pools/", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = response.read().decode(errors="replace")
+        if response.status not in (http.client.CREATED, http.client.CONFLICT):
+            raise OSError(f"status {response.status}: {answer[:500]}")
+    except http.client.HTTPException as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
     finally:
         connection.close()
 

@@ -32,6 +32,7 @@ import psutil
 from resources.pools.prefect_processes import (
     HOST,
     ChildCommand,
+    create_work_pool,
     free_port,
     is_free,
     is_healthy,
@@ -171,6 +172,10 @@ class Supervisor:
             return self.failure
         for work_pool, limit in message.get("work_pools", {}).items():
             if f"worker-{work_pool}" not in self.children:
+                try:
+                    await asyncio.to_thread(create_work_pool, self.port, work_pool)
+                except OSError as error:
+                    return f"the Prefect server at {self.api_url} did not take the work pool {work_pool!r}: {error}"
                 self._start(worker_command(self.layout, self.api_url, work_pool, int(limit)))
         if message.get("dask") is not None and "dask" not in self.children:
             return await self._start_dask(message["dask"])
