@@ -153,14 +153,15 @@ def record_of(row: Mapping[str, Any]) -> UpdateRecord:
 def warm_started_policy(run_file: Path, log: Path, timeout_s: float) -> Path:
     """Directory of the run file's warm-started policy: the one that the project's store holds, or a new one."""
     program = (
-        "import sys\n"
+        "import pathlib, sys\n"
         "from flows.config import load_run_file\n"
         "from flows.warm_start import warm_start\n"
-        "print(warm_start(load_run_file(sys.argv[1])))\n"
+        "pathlib.Path(sys.argv[2]).write_text(warm_start(load_run_file(sys.argv[1])))\n"
     )
-    command = [sys.executable, "-c", program, str(run_file)]
+    answer = log.with_suffix(".directory")
+    command = [sys.executable, "-c", program, str(run_file), str(answer)]
     run_process("the warm start", command, process_environment(1, OMP_WAIT_POLICY="PASSIVE"), log, timeout_s)
-    directory = Path(log.read_text().splitlines()[-1])
+    directory = Path(answer.read_text())
     if not (directory / "config.json").exists():
         raise SideFailed(f"the warm start left no model directory\n{_tail(log)}")
     return directory
