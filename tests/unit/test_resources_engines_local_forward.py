@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from resources.engines.local_forward import LocalForward, Piece
+from resources.engines.local_forward import LocalForward, Piece, SingleAttention
 from resources.engines.local_layout import read_layout
 from resources.engines.local_weights import fuse_weights
 from tests.model_directories import LAYOUTS, VOCAB_SIZE, PublishedVersions, full_recompute, write_model
@@ -64,24 +64,35 @@ def test_it_equals_a_full_recompute_by_transformers(layout_name: str, tmp_path: 
             compare(logits, list(zip(singles.tolist(), positions.tolist(), strict=True)))
 
 
-def test_both_plans_of_single_attention_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from resources.engines import local_forward
-
+@pytest.mark.parametrize("call_ns", [0.0, 1e12])
+def test_any_plan_of_single_attention_gives_the_same(
+    call_ns: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call per slot, and one call over the whole range, idle slots included."""
     directory = write_model(tmp_path)
     layout = read_layout(directory)
     weights = fuse_weights(layout, PublishedVersions(directory).fetch(0), version=0)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB_SIZE, (8, 40))
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 40))
     slots, positions = np.array([1, 2, 6]), np.array([20, 30, 10])
-    results = []
-    for call_ns in (0.0, 1e12):
-        monkeypatch.setattr(local_forward._SingleAttention, "CALL_NS", call_ns)
-        forward = LocalForward(layout, num_slots=8, context_length=64)
-        with torch.inference_mode():
-            for slot, end in zip(slots.tolist(), positions.tolist(), strict=True):
-                forward.logits(weights, tokens[slot, :end].copy(), NOTHING, NOTHING, [Piece(slot, 0, end, True)])
-            results.append(forward.logits(weights, tokens[slots, positions], slots, positions, []))
-    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=0)
+    monkeypatch.setattr(SingleAttention, "CALL_NS", call_ns)
+    forward = LocalForward(layout, num_slots=8, context_length=64)
+    with torch.inference_mode():
+        for slot, end in zip(slots.tolist(), positions.tolist(), strict=True):
+            forward.logits(weights, tokens[slot, :end].copy(), NOTHING, NOTHING, [Piece(slot, 0, end, True)])
+        logits = forward.logits(weights, tokens[slots, positions], slots, positions, [])
+    for row, slot, position in zip(torch.log_softmax(logits, -1), slots.tolist(), positions.tolist(), strict=True):
+        expected = full_recompute(directory, None, tokens[slot].tolist())[position]
+        torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
+def test_attention_is_cut_where_padding_would_cost_more_than_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SingleAttention, "CALL_NS", 100.0)
+    monkeypatch.setattr(SingleAttention, "NS_PER_VALUE", 0.1)
+    plan = SingleAttention._plan
+    assert plan([0, 1, 2, 3], [20, 21, 20, 22], values_per_position=10) == [(0, 4, 22)]
+    assert plan([0, 1, 2, 3], [20, 20, 200, 200], values_per_position=10) == [(0, 2, 20), (2, 4, 200)]
+    assert plan([0, 40], [20, 20], values_per_position=10) == [(0, 1, 20), (40, 41, 20)]
+    assert plan([], [], values_per_position=10) == []
 
 
 def test_a_copied_prefix_is_the_computed_one(tmp_path: Path) -> None:
