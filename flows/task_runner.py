@@ -33,6 +33,7 @@ from prefect.context import (
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.futures import PrefectFuture, PrefectWrappedFuture
+from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker
 from prefect.states import Crashed
 from prefect.task_engine import run_task_async, run_task_sync
@@ -99,9 +100,18 @@ def run_pool_task(
     """Run one task in a worker and return its final state; the task's own errors are inside the state."""
     restored = {**context.restore(), "asset_context": asset_context}
     _report_to(restored["settings_context"]["settings"].api.url)
+    _say_where(task, restored["flow_run_context"].get("flow_run"), run["task_run_id"])
     if task.isasync:
         return asyncio.run(run_task_async(task=task, context=restored, return_type="state", **run))  # type: ignore
     return run_task_sync(task=task, context=restored, return_type="state", **run)  # type: ignore
+
+
+def _say_where(task: Task[Any, Any], flow_run: Mapping[str, Any] | None, task_run_id: UUID) -> None:
+    """One line in the task run's log: on which worker it runs."""
+    if flow_run is None:
+        return
+    run = {"flow_run_id": str(flow_run["id"]), "task_run_id": str(task_run_id), "task_run_name": task.name}
+    get_logger("task_runs").info("%s runs on worker %s", task.name, distributed.get_worker().name, extra=run)
 
 
 async def dask_teardown(worker: distributed.Worker) -> None:
