@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.record import record
 from benchmarks.training_run import QUICKSTART, train_in_process
@@ -29,7 +29,7 @@ def main() -> None:
     extra = dict(item.split("=", 1) for item in options.set)
 
     config = load_run_file(QUICKSTART)
-    rows: list[dict[str, Any]] = [_reference(config.families, actor) for actor in ("random", "expert")]
+    rows: list[dict[str, Any]] = [_reference(config.families, "random"), _reference(config.families, "expert")]
     # Seeds outermost: runs that are compared lie next to each other in time.
     for seed in options.seeds:
         for bound in options.max_staleness:
@@ -43,15 +43,19 @@ def main() -> None:
             "mean_success": {"value": statistics.mean(means), "bound": 1.0, "unit": "share of held-out episodes"},
             "lowest_success": {"value": min(means), "bound": 1.0, "unit": "share of held-out episodes"},
             "mean_success_before": {
-                "value": statistics.mean(row["mean_before"] for row in done), "bound": 1.0, "unit": "share of held-out episodes",
+                "value": statistics.mean(row["mean_before"] for row in done),
+                "bound": 1.0,
+                "unit": "share of held-out episodes",
             },
             "wall_s": {"value": statistics.median(row["wall_s"] for row in done), "bound": None, "unit": "s"},
         },
-    )  # fmt: skip
+    )
 
 
-def _reference(families: dict[str, Any], actor: str) -> dict[str, Any]:
-    rates = {name: asyncio.run(policy_rate(family, actor, REFERENCE_EPISODES, seed=0)) for name, family in families.items()}
+def _reference(families: dict[str, Any], actor: Literal["random", "expert"]) -> dict[str, Any]:
+    rates = {
+        name: asyncio.run(policy_rate(family, actor, REFERENCE_EPISODES, seed=0)) for name, family in families.items()
+    }
     return {"policy": actor, **rates, "mean": statistics.mean(rates.values())}
 
 

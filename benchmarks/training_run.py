@@ -24,7 +24,8 @@ def train_in_process(overrides: dict[str, Any], run_file: Path = QUICKSTART) -> 
         command += ["--set", f"{key}={value}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-6000:]}")
+        output = f"{done.stdout[-3000:]}{done.stderr[-6000:]}"
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{output}")
     store = ObjectStore.open(overrides.get("store", RunConfig().store))
     folder = store.sub(f"runs/{store.get_json('latest_run.json')['run_id']}")
     rows = [folder.get_json(key) for key in folder.list("metrics/")]

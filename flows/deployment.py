@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from prefect.client.orchestration import get_client
-from prefect.deployments.runner import EntrypointType
+from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
+from prefect.types.entrypoint import EntrypointType
 
 from flows.reward import serve_rewards
 from resources.rewards.config import RewardsConfig
@@ -29,7 +30,11 @@ def ensure_reward_deployment(config: RewardsConfig) -> None:
             client.read_work_pool(config.work_pool)
         except ObjectNotFound:
             return
-    deployment = serve_rewards.to_deployment(
-        name, work_pool_name=config.work_pool, tags=["rollart"], entrypoint_type=EntrypointType.MODULE_PATH
+    deployment = RunnerDeployment.from_flow(
+        serve_rewards,
+        name,
+        work_pool_name=config.work_pool,
+        tags=["rollart"],
+        entrypoint_type=EntrypointType.MODULE_PATH,
     )
     deployment.apply()

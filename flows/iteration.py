@@ -1,15 +1,15 @@
-"""One RL iteration: the cycle of RollArt (arXiv 2512.22560, section 6.2), turned so that the load follows the publication.
+"""One RL iteration: RollArt's cycle (arXiv 2512.22560, section 6.2), turned so that the load follows the publication.
 
 Who waits for whom. Rollouts are no stage: they go on beside all of this, under the gate of `resources/rollout`.
 
-| stage          | on       | consumes                    | waits for                          | unblocks                              |
-|----------------|----------|-----------------------------|------------------------------------|---------------------------------------|
-| collect        | control  | scored groups               | rollouts and rewards of batch v    | update                                |
-| update         | learner  | batch v                     | nothing (rollouts go on under v)   | publish                               |
-| publish        | learner  | the learner's weights       | the store; engines prefetch        | the switch                            |
-| switch-weights | control  | version v + 1               | every engine's next decode step    | admission of batch v + 1 + alpha      |
-| record         | control  | metrics, the queue's state  | nothing                            | a resume behind this iteration        |
-| evaluate       | control  | held-out episodes, when due | their end: no load happens before  | the next iteration                    |
+| stage          | on      | consumes                  | waits for                       | unblocks                     |
+|----------------|---------|---------------------------|---------------------------------|------------------------------|
+| collect        | control | scored groups             | rollouts and rewards of batch v | update                       |
+| update         | learner | batch v                   | nothing: rollouts go on         | publish                      |
+| publish        | learner | the learner's weights     | the store; engines prefetch     | the switch                   |
+| switch-weights | control | version v + 1             | every engine's next step        | admission of batch v+1+alpha |
+| record         | control | metrics, queue state      | nothing                         | a resume behind it           |
+| evaluate       | control | held-out episodes, if due | their end: no load before it    | the next iteration           |
 """
 
 from __future__ import annotations

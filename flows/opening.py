@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from flows.config import RunConfig
+from flows.config import RunConfig, with_overrides
 from resources.environments.registry import make_environment
 from resources.object_store import ObjectStore
 from resources.policy.directory import check_policy_directory
@@ -14,6 +15,13 @@ from resources.trajectories.batch import batch_key, batch_versions
 
 MUST_MATCH = ("seed", "families", "policy", "warm_start")
 """What a resumed run keeps: other data or another model would be another run."""
+
+
+def composed(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfig:
+    """The configuration with its overrides, checked. Raises ValueError, naming the field."""
+    config = with_overrides(config, overrides or {})
+    check_inputs(config)
+    return config
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -68,6 +76,6 @@ def _check_same(run: RunRef, new: dict[str, Any], old: dict[str, Any]) -> None:
     for field in MUST_MATCH:
         if new[field] != old.get(field):
             raise ValueError(
-                f"run {run.run_id} cannot be resumed with another {field}: it was started with {old.get(field)!r}, now it "
-                f"is {new[field]!r}; leave {field} as it was, or start a new run"
+                f"run {run.run_id} cannot be resumed with another {field}: it was started with "
+                f"{old.get(field)!r}, now it is {new[field]!r}; leave {field} as it was, or start a new run"
             )

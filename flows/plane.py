@@ -1,4 +1,4 @@
-"""A run's long-lived actors on a Dask cluster: learner, engines, group queue, rollout workers; started, registered, ended."""
+"""A run's long-lived actors on a Dask cluster: learner, engines, group queue, rollout workers."""
 
 from __future__ import annotations
 
@@ -46,35 +46,20 @@ def rollout_plane(
     serving: Mapping[str, str],
     run: RunRef,
     config: RunConfig,
-    model_directory: str,
+    model_directory: str | None,
     point: ResumePoint | None,
 ) -> Iterator[Plane]:
     """Start the run's actors, publish them in the registry, and close them with the block.
 
     Args:
         serving: for each hardware class the class whose workers serve it (itself, or a declared fallback).
-        model_directory: Hugging Face directory that the learner starts from.
+        model_directory: Hugging Face directory that the learner starts from; None: nothing is trained here.
         point: where a resumed run goes on; None: version 0.
     """
     with ExitStack() as stack:
         place = _Placement(client, config.pools, serving, stack)
         version = point.version if point else 0
-        learner = place.one(
-            "learner",
-            LearnerActor,
-            run.model_dump(),
-            config.training.model_dump(mode="json"),
-            model_directory,
-            config.seed,
-            config.num_iterations,
-            len(config.families),
-            config.rollout.max_staleness,
-            device=place.of_role("learner").device,
-            threads=place.of_role("learner").torch_threads,
-            resume_version=point.version if point else None,
-            checkpoint_keep=config.checkpoint_keep,
-        )
-        call_sync(learner, "publish", timeout_s=FIRST_CALL_S)
+        learner = None if model_directory is None else place.learner(run, config, model_directory, point)
         engines = place.engines(run, config, version)
         queue = place.one(
             "control",
@@ -105,16 +90,34 @@ class _Placement:
         self._stack = stack
         self._workers = workers_by_class(client)
 
-    def of_role(self, role: str):
-        return self._pools.classes[self._pools.of_role(role)[0]]
-
     def one(self, role: str, cls: type, *args: object, closing: bool = False, **kwargs: object) -> ActorHandle:
         """The single actor of a role, on the first worker of its class."""
         hardware_class = self._serving[self._pools.of_role(role)[0]]
         return self._start(cls, self._workers[hardware_class][0], role, args, kwargs, closing)
 
+    def learner(self, run: RunRef, config: RunConfig, model_directory: str, point: ResumePoint | None) -> ActorHandle:
+        """The learner, with its version published: engines start from the weight store."""
+        hardware_class = self._pools.classes[self._pools.of_role("learner")[0]]
+        learner = self.one(
+            "learner",
+            LearnerActor,
+            run.model_dump(),
+            config.training.model_dump(mode="json"),
+            model_directory,
+            config.seed,
+            config.num_iterations,
+            len(config.families),
+            config.rollout.max_staleness,
+            device=hardware_class.device,
+            threads=hardware_class.torch_threads,
+            resume_version=point.version if point else None,
+            checkpoint_keep=config.checkpoint_keep,
+        )
+        call_sync(learner, "publish", timeout_s=FIRST_CALL_S)
+        return learner
+
     def engines(self, run: RunRef, config: RunConfig, version: int) -> dict[str, tuple[ActorHandle, ...]]:
-        """One engine on every worker of every engine class that has workers; a class without is served by its fallback."""
+        """One engine on every worker of every class that serves; a class without workers has a fallback that does."""
         started: dict[str, tuple[ActorHandle, ...]] = {}
         for name in sorted({self._serving[name] for name in self._pools.of_role("engine")}):
             started[name] = tuple(
@@ -154,7 +157,7 @@ class _Placement:
                     dict(config.families),
                     config.rollout,
                 ),
-                {"fallback": fallback},
+                {"fallback": fallback, "policy_run_id": run.run_id, "context_length": config.engine.context_length},
                 True,
             )
             for index, worker in enumerate(dict.fromkeys(workers))

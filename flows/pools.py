@@ -7,16 +7,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distributed import Client
 from prefect.settings import PREFECT_API_URL
+from prefect.task_runners import TaskRunner
 
 from flows.task_runner import PoolTaskRunner
 from resources.hardware import PoolsConfig
 from resources.pools.cluster import open_pools
 from resources.pools.preflight import check_pools
 
-PRELOAD = ("prefect", "flows.iteration", "flows.warm_start")
+PRELOAD = ("prefect", "flows.task_runner", "flows.iteration", "flows.warm_start")
 """What workers import before they take work: Prefect and the stages alone cost the first task some seconds."""
 CONSOLE_LEVEL = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
 
@@ -31,9 +33,11 @@ class RunPools:
 
     @property
     def address(self) -> str:
-        return str(self.client.scheduler.address)
+        scheduler = self.client.scheduler
+        assert scheduler is not None, "the client was closed"
+        return str(scheduler.address)
 
-    def task_runner(self) -> PoolTaskRunner:
+    def task_runner(self) -> TaskRunner[Any]:
         """A new runner for one flow: stages go to the class that their ``pool:<class>`` tag names."""
         return PoolTaskRunner(self.address, serving=dict(self.serving))
 

@@ -61,7 +61,8 @@ class RunProgress:
             rewards = "  ".join(f"{f} {_number(row.get(f'reward/{f}'))}" for f in self._families)
             self.say(
                 f"iteration {row['iteration'] + 1}: reward {rewards}  staleness {_number(row.get('staleness/mean'))}  "
-                f"{_number(row.get('tokens_per_s'), 0)} tok/s  {replicas} reward replicas  {_number(row.get('time/iteration_s'))} s"
+                f"{_number(row.get('tokens_per_s'), 0)} tok/s  {replicas} reward replicas  "
+                f"{_number(row.get('time/iteration_s'))} s"
             )
 
     def _table(self, row: dict[str, Any], replicas: int) -> Table:

@@ -1,9 +1,9 @@
-"""What a run shows in the Prefect UI and leaves behind: progress, the learning curve, a link to its files, the summary."""
+"""What a run shows in the Prefect UI and leaves behind: progress, learning curve, a link to its files, summary."""
 
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -26,8 +26,10 @@ class RunReport:
     def __init__(self, run: RunRef, config: RunConfig) -> None:
         self._run = run
         self._config = config
-        self._progress: UUID = create_progress_artifact(
-            0.0, key=f"progress-{run.run_id}", description=f"Iterations of run {run.run_id}"
+        # Prefect annotates these functions as sync or async; called from a synchronous flow they return plainly.
+        self._progress = cast(
+            UUID,
+            create_progress_artifact(0.0, key=f"progress-{run.run_id}", description=f"Iterations of run {run.run_id}"),
         )
         create_link_artifact(
             run.folder().url,

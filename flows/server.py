@@ -23,11 +23,12 @@ from prefect.settings import (
     get_current_settings,
     temporary_settings,
 )
+from prefect.utilities.callables import get_call_parameters
 
 from flows.task_runner import hand_in_reports
 from resources.failures import InfrastructureFailure
 from resources.pools.local_stack import local_stack
-from resources.pools.stack_command import DEFAULT_STATE_DIR
+from resources.state_dir import state_dir as default_state_dir
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,7 +72,7 @@ def prefect_server(
     heartbeat of flows is off inside: its thread costs every synchronous flow run about a second.
 
     Args:
-        state_dir: state folder of the local stack; default ``ROLLART_STATE_DIR``, or ``.rollart`` here.
+        state_dir: state folder of the local stack; default `resources.state_dir.state_dir`.
         work_pools: process work pools that the local stack must serve, with their limits; default the reward pool
             (``REWARD_POOL``, or ``rewards``). A configured server has workers of its own.
 
@@ -85,9 +86,9 @@ def prefect_server(
         with _address_set(configured):
             yield PrefectServer(configured, is_local=False)
         return
-    state_dir = state_dir or os.environ.get("ROLLART_STATE_DIR", DEFAULT_STATE_DIR)
+    folder = default_state_dir() if state_dir is None else state_dir
     pools = {os.environ.get("REWARD_POOL", "rewards"): REPLICAS_AT_ONCE} if work_pools is None else work_pools
-    with local_stack(state_dir, work_pools=pools) as stack, _address_set(stack.api_url):
+    with local_stack(folder, work_pools=pools) as stack, _address_set(stack.api_url):
         get_logger("flows.server").info("Prefect server at %s (history in %s)", stack.ui_url, stack.state_dir)
         yield PrefectServer(stack.api_url, is_local=True)
 
@@ -112,11 +113,15 @@ def _address_set(api_url: str) -> Iterator[None]:
 class ServerFlow(Flow[P, R]):
     """A flow that finds or starts its Prefect server when it is called from Python.
 
-    Runs of its deployments, and calls inside another run, have a server already and pass straight on.
+    Runs of its deployments, and calls inside another run, have a server already and pass straight on. ``check`` is
+    called with the flow's arguments before any of that, so that bad input is refused before anything starts.
     """
+
+    check: Callable[..., None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = super().__call__
+        self._check(args, kwargs)
         if FlowRunContext.get() is not None or TaskRunContext.get() is not None:
             return run(*args, **kwargs)
         if self.isasync:
@@ -130,17 +135,32 @@ class ServerFlow(Flow[P, R]):
         with prefect_server():
             return await run(*args, **kwargs)
 
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.check is not None:
+            self.check(**get_call_parameters(self.fn, args, kwargs))
+
     def with_options(self, **options: Any) -> ServerFlow[P, R]:
-        """A copy with other options, which finds its server too."""
+        """A copy with other options, which checks its input and finds its server too."""
         copy = super().with_options(**options)
-        copy.__class__ = type(self)  # Prefect builds a plain Flow; ours adds no state to it
-        return cast(ServerFlow[P, R], copy)
+        copy.__class__ = type(self)  # Prefect builds a plain Flow
+        ours = cast(ServerFlow[P, R], copy)
+        ours.check = self.check
+        return ours
 
 
-def server_flow(**options: Any) -> Callable[[Callable[P, R]], ServerFlow[P, R]]:
-    """Decorator like ``prefect.flow``, for flows that people call from Python: ``@server_flow(name="train")``."""
-    return functools.partial(_build, options)
+def server_flow(
+    *, check: Callable[..., None] | None = None, **options: Any
+) -> Callable[[Callable[P, R]], ServerFlow[P, R]]:
+    """Decorator like ``prefect.flow``, for flows that people call from Python: ``@server_flow(name="train")``.
+
+    Args:
+        check: called with the flow's arguments, defaults included, before a server is sought; raises for bad input.
+        options: of ``prefect.flow``.
+    """
+    return functools.partial(_build, check, options)
 
 
-def _build(options: dict[str, Any], function: Callable[P, R]) -> ServerFlow[P, R]:
-    return ServerFlow(function, **options)
+def _build(check: Callable[..., None] | None, options: dict[str, Any], function: Callable[P, R]) -> ServerFlow[P, R]:
+    built: ServerFlow[P, R] = ServerFlow(function, **options)
+    built.check = check
+    return built

@@ -7,10 +7,10 @@ from typing import Any
 
 from prefect import get_run_logger
 
-from flows.config import RunConfig, with_overrides
+from flows.config import RunConfig
 from flows.evaluation import evaluate_plane
 from flows.iteration import IterationPlan, rl_iteration
-from flows.opening import check_inputs, open_run
+from flows.opening import composed, open_run
 from flows.plane import rollout_plane
 from flows.pools import run_pools
 from flows.progress import RunProgress
@@ -18,10 +18,17 @@ from flows.report import RunReport, read_evaluation
 from flows.reward_pool import reward_pool
 from flows.server import server_flow
 from flows.warm_start import starting_policy
+from resources.runs import find_run
 from resources.state_dir import state_dir
 
 
-@server_flow(name="train", flow_run_name="{config.name}")
+def _check(config: RunConfig, overrides: dict[str, Any] | None, resume: str | None) -> None:
+    config = composed(config, overrides)
+    if resume is not None:
+        find_run(config.store, resume)
+
+
+@server_flow(name="train", flow_run_name="{config.name}", check=_check)
 def train(
     config: RunConfig = RunConfig(),  # noqa: B008 - Prefect draws the form from this default
     overrides: dict[str, Any] | None = None,
@@ -32,12 +39,12 @@ def train(
     Args:
         config: the run's configuration.
         overrides: dotted keys of it to replace, e.g. ``{"training.learning_rate": 1e-3}``.
-        resume: id of a run in the same store to go on with behind its last completed iteration (``latest``: the newest).
+        resume: id of a run in the same store (``latest``: the newest), to go on behind its last completed iteration.
 
-    Returns the summary that is also written as ``summary.json``. Raises ValueError for bad input before anything starts.
+    Returns the summary, which is also written as ``summary.json``. Raises ValueError for bad input before anything
+    starts.
     """
-    config = with_overrides(config, overrides or {})
-    check_inputs(config)
+    config = composed(config, overrides)
     run, point = open_run(config, resume)
     first, last = (point.version if point else 0), config.num_iterations
     started = time.time()

@@ -6,28 +6,31 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, with_overrides
-from flows.opening import check_inputs
+from flows.config import RunConfig
+from flows.opening import composed
 from flows.pools import RunPools, run_pools
 from flows.server import server_flow
 from resources.state_dir import state_dir
 from tasks.warm_start.stage import warm_start_policy
 
 
-@server_flow(name="warm-start", flow_run_name="{config.name}-warm-start")
+def _check(config: RunConfig, overrides: dict[str, Any] | None) -> None:
+    composed(config, overrides)
+
+
+@server_flow(name="warm-start", flow_run_name="{config.name}-warm-start", check=_check)
 def warm_start(
     config: RunConfig = RunConfig(),  # noqa: B008 - Prefect draws the form from this default
     overrides: dict[str, Any] | None = None,
 ) -> str:
     """Train the policy of a configuration on its experts' episodes, unless the store has it. Returns its directory."""
-    config = with_overrides(config, overrides or {})
-    check_inputs(config)
+    config = composed(config, overrides)
     with run_pools(config.pools, state_dir()) as pools:
         return starting_policy(config, pools)
 
 
 def starting_policy(config: RunConfig, pools: RunPools) -> str:
-    """Directory of the policy that RL starts from: the given model, or its warm start, made as a subflow on the pools."""
+    """Directory of the policy that RL starts from: the given model, or its warm start (a subflow on the pools)."""
     if config.warm_start is None:
         assert config.policy.model_directory is not None, "RunConfig refuses this combination"
         return config.policy.model_directory
@@ -37,6 +40,7 @@ def starting_policy(config: RunConfig, pools: RunPools) -> str:
 @flow(name="make-warm-start", flow_run_name="make-warm-start", validate_parameters=False)
 def make_warm_start(config: RunConfig) -> dict[str, Any]:
     """One stage on the learner's class: the cached policy, or a new one."""
+    assert config.warm_start is not None, "starting_policy asks for a warm start only when one is configured"
     learner = config.pools.classes[config.pools.of_role("learner")[0]]
     return warm_start_policy.submit(
         config.store,

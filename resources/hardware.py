@@ -65,7 +65,8 @@ class PoolsConfig(BaseModel):
             for other in hardware_class.fallback:
                 if other not in self.classes:
                     raise ValueError(
-                        f"pools.classes.{name}.fallback names {other!r}, which is no class; known: {sorted(self.classes)}"
+                        f"pools.classes.{name}.fallback names {other!r}, which is no class; "
+                        f"known: {sorted(self.classes)}"
                     )
                 if self.classes[other].role != hardware_class.role:
                     raise ValueError(

@@ -1,4 +1,4 @@
-"""A run's folder in the object store: its id, its configuration, its iteration manifests, and what a resume starts from."""
+"""A run's folder in the object store: id, configuration, iteration manifests, and what a resume starts from."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Environment(Protocol):
     async def close(self) -> None: ...
 
     def judgement(self) -> dict[str, Any] | None:
-        """JSON-able payload for a scorer on the reward pool, once the episode is over; None when the outcome is inline."""
+        """JSON-able payload for a scorer on the reward pool, once the episode is over; None: the outcome is inline."""
         ...
 
 

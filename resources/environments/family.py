@@ -13,8 +13,8 @@ class FamilyConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     environment: str
-    """Name of a built-in environment (``frozen_lake``, ``calculator``, ``guess_number``, ``code_repair``) or an import path
-    ``package.module:Class``."""
+    """Name of a built-in environment (``frozen_lake``, ``calculator``, ``guess_number``, ``code_repair``) or an import
+    path ``package.module:Class``."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     hardware_class: str

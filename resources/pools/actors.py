@@ -24,7 +24,7 @@ from resources.pools.link import DaskLink, find_link
 
 LOSS_CHECK_S = 0.5
 """Dask retries a refused connection for its whole connect timeout (30 s); this often we ask whether the actor lives."""
-SCHEDULER_REPLY_S = 5.0
+SCHEDULER_REPLY_S = 30.0
 """A scheduler that does not answer within this time counts as lost."""
 
 

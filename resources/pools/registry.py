@@ -31,7 +31,8 @@ class RunActors:
     run_id: str
     engines: dict[str, tuple[ActorHandle, ...]]
     """By hardware class."""
-    learner: ActorHandle
+    learner: ActorHandle | None
+    """None where nothing is trained: an evaluation beside a run."""
     queue: ActorHandle
     rollout_workers: tuple[ActorHandle, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +42,8 @@ class RunActors:
         """All of them."""
         for of_class in self.engines.values():
             yield from of_class
-        yield self.learner
+        if self.learner is not None:
+            yield self.learner
         yield self.queue
         yield from self.rollout_workers
 

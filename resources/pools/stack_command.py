@@ -11,8 +11,8 @@ from typing import Any
 from resources.failures import RollartError
 from resources.pools.local_stack import LocalStack, read_status, stand, take_down
 from resources.pools.standing import pools_config
+from resources.state_dir import state_dir
 
-DEFAULT_STATE_DIR = ".rollart"
 DEFAULT_PORT = 4200
 
 
@@ -60,7 +60,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     down.add_argument("--now", action="store_true", help="also when runs still use it")
     status = verbs.add_parser("status", help="say what runs")
     for verb in (up, down, status):
-        verb.add_argument("--state-dir", default=os.environ.get("ROLLART_STATE_DIR", DEFAULT_STATE_DIR))
+        verb.add_argument("--state-dir", default=str(state_dir()))
     return parser.parse_args(arguments)
 
 

@@ -87,7 +87,7 @@ class EvaluationLane:
 
     def done(self, done: TrajectoryDone) -> Assignment | None:
         """Book the end of an episode; returns the assignment that plays it again, if it failed."""
-        evaluation, episode = self._waited_for[done.trajectory_id]
+        _, episode = self._waited_for[done.trajectory_id]
         if episode.awaits_score:
             return None  # reported twice
         episode.done = done

@@ -132,9 +132,8 @@ class GroupQueue:
                 if assignments or cancels:
                     return Orders(tuple(assignments), tuple(cancels))
             remaining = deadline - self._clock()
-            if remaining <= 0 or not await _happens(wake, remaining):
-                if remaining <= 0 or self._clock() >= deadline:
-                    return Orders()
+            if remaining <= 0 or (not await _happens(wake, remaining) and self._clock() >= deadline):
+                return Orders()
         return Orders(closing=True)
 
     async def worker_lost(self, worker_id: str, reason: str = "its process has ended") -> None:

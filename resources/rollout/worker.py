@@ -52,6 +52,7 @@ class RolloutWorker:
         *,
         fallback: Mapping[str, Sequence[str]] | None = None,
         policy_directory: str | None = None,
+        policy_run_id: str | None = None,
         context_length: int | None = None,
     ) -> None:
         """
@@ -59,7 +60,8 @@ class RolloutWorker:
             queue: the group queue (an actor handle or a plain object).
             engines: by hardware class, (name, actor).
             fallback: compatible classes of each class, in order.
-            policy_directory: where the tokenizer is; None: beside the run's newest weights.
+            policy_directory: where the tokenizer is; None: beside the newest weights of ``policy_run_id``.
+            policy_run_id: run whose policy plays; None: ``run_id``.
             context_length: tokens of a trajectory, at most; None: what the policy was built for.
 
         Raises ValueError for a family whose environment, scorer or hardware class cannot be had.
@@ -70,7 +72,7 @@ class RolloutWorker:
         for family in families.values():
             instantiate(family)
         store = ObjectStore.open(store_url)
-        directory = Path(policy_directory) if policy_directory else fetch_policy_files(store, run_id)
+        directory = Path(policy_directory) if policy_directory else fetch_policy_files(store, policy_run_id or run_id)
         self._parts = _Parts(worker_id, run_id, store, queue, engines, families, config, fallback or {})
         self._parts.directory = directory
         self._parts.context_length = context_length or read_context_length(directory)

@@ -24,6 +24,7 @@ def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[st
     The manifest moves last: once it lies there, a resume starts behind this iteration.
     """
     actors = lookup_sync(run.service_id)
+    assert actors.learner is not None, f"run {run.run_id} has no learner"
     stats = call_sync(actors.queue, "stats", timeout_s=ANSWER_S)
     logger = get_run_logger()
     # Actors have no flow run to log to: they keep bounded records, which are logged here.

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def family_table(row: dict[str, Any], families: list[str]) -> list[dict[str, Any]]:
-    """One line a family from a metrics row whose keys are ``<metric>/<family>``; metrics a family lacks are left blank."""
+    """One line a family from a metrics row with keys ``<metric>/<family>``; what a family lacks is left blank."""
     columns = (
         "reward",
         "success",

@@ -1,4 +1,4 @@
-"""What a batch looked like when it was taken, as flat metrics: ``<metric>`` over all families, ``<metric>/<family>`` each."""
+"""What a batch looked like when it was taken, as flat metrics: ``<metric>`` in all, ``<metric>/<family>`` each."""
 
 from __future__ import annotations
 

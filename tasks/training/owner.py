@@ -79,7 +79,9 @@ class LearnerActor:
         What lies there already is replaced: it comes from an iteration that ended before it was recorded.
         """
         started = time.perf_counter()
-        manifest = self.weights.publish(self.version, self.learner.tensors(), files=self.learner.files(), on_exist="replace")
+        manifest = self.weights.publish(
+            self.version, self.learner.tensors(), files=self.learner.files(), on_exist="replace"
+        )
         published_s = time.perf_counter() - started
         self.learner.save(self.folder, self._checkpoint(self.version))
         return {

@@ -13,7 +13,9 @@ from resources.runs import RunRef
 
 @task(name="update", tags=["pool:learner"])
 def update(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
-    """Train on batch ``version``. Returns the update's metrics. Raises what the learner raises: a failed update is a crash."""
-    metrics = call_sync(lookup_sync(run.service_id).learner, "update", version, timeout_s=timeout_s)
+    """Train on batch ``version``; returns the update's metrics. What the learner raises is a crash of the stage."""
+    learner = lookup_sync(run.service_id).learner
+    assert learner is not None, f"run {run.run_id} has no learner"
+    metrics = call_sync(learner, "update", version, timeout_s=timeout_s)
     get_run_logger().info("update %d: %s", version, {k: v for k, v in metrics.items() if k.startswith("time/")})
     return metrics

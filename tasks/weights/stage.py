@@ -18,6 +18,7 @@ from resources.runs import RunRef
 def publish(run: RunRef, timeout_s: float) -> dict[str, Any]:
     """Write the learner's version to the weight store; engines prefetch it while they still serve the one before."""
     actors = lookup_sync(run.service_id)
+    assert actors.learner is not None, f"run {run.run_id} has no learner"
     report = call_sync(actors.learner, "publish", timeout_s=timeout_s)
     asyncio.run(_on_all(_engines(actors), "prefetch", report["version"], timeout_s=timeout_s))
     return report

@@ -35,7 +35,8 @@ def test_an_unknown_key_is_an_error():
 
 
 def test_a_family_whose_class_nobody_provides_names_the_classes():
-    with pytest.raises(ValidationError, match=r"families.frozen_lake.hardware_class is 'h100'.*allowed: \['compute', 'bandwidth'\]"):
+    message = r"families.frozen_lake.hardware_class is 'h100'.*allowed: \['compute', 'bandwidth'\]"
+    with pytest.raises(ValidationError, match=message):
         with_overrides(RunConfig(), {"families.frozen_lake.hardware_class": "h100"})
 
 

@@ -129,7 +129,7 @@ def test_batches_are_collected_and_repeatable():
             await queue.collect(0, 5.0)
         return batches
 
-    worker, batches = run_with_worker(make_queue(), driver)
+    _, batches = run_with_worker(make_queue(), driver)
     assert [batch.groups[0].group_id for batch in batches] == [f"inline-{i:06d}" for i in range(3)]
     assert [member.reward for member in batches[0].groups[0].members] == [0.0, 1.0]
     assert batches[0].run_id == "run" and batches[0].counters["num_trajectories/inline"] == 2

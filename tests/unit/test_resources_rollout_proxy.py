@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,10 +45,8 @@ class ScriptedEngine:
         if not self.suspended:
             self.work()
         if wait_s > 0 and not self.finished:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.arrival.wait(), wait_s)
-            except TimeoutError:
-                pass
         self.arrival.clear()
         finished = []
         if wait_s > 0:

@@ -16,7 +16,10 @@ def test_counts_are_summed_histograms_merged_and_success_is_over_known_verdicts(
         "run",
         3,
         (BatchGroup("a-0", "a", 0, members),),
-        {"num_tokens/a": 5, "num_tokens/b": 7, "lag/a": {"0": 2}, "lag/b": {"0": 1, "1": 4}, "lag_max/a": 0, "lag_max/b": 1},
+        {
+            **{"num_tokens/a": 5, "num_tokens/b": 7, "lag_max/a": 0, "lag_max/b": 1},
+            **{"lag/a": {"0": 2}, "lag/b": {"0": 1, "1": 4}},
+        },
     )
     metrics = batch_metrics(batch)
     assert metrics["num_tokens"] == 12
