@@ -39,8 +39,8 @@ from resources.policy.tiny import create_tiny_policy
 BATCHES = (1, 16, 64)
 PROMPT_TOKENS = 100
 NOTES = (
-    "Medians of {} alternating repetitions, one thread. Tokens per CPU second show what a core does when others compete "
-    "for it. Bounds are of an undisturbed core: beside a loaded machine they are out of reach for both sides."
+    "Medians of {} alternating repetitions, one thread. Tokens per CPU second show what a core does when others "
+    "compete for it. Bounds are of an undisturbed core: beside a loaded machine they are out of reach for both sides."
 )
 
 

@@ -132,20 +132,20 @@ class LocalForward:
     ) -> torch.Tensor:
         """Rotated queries [N, K, G, D]; keys and values go to the cache."""
         layout = self.layout
-        num_rows, head_dim = len(x), layout.head_dim
+        num_rows, head_dim, num_rotated = x.shape[0], layout.head_dim, layout.num_heads + layout.num_kv_heads
         normed = self._normalise(x)
         qkv = torch.mm(normed, layer.qkv) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
         heads = qkv.view(num_rows, -1, head_dim)
-        rotated = heads[:, : layout.num_heads + layout.num_kv_heads]
+        rotated = heads[:, :num_rotated]
         if layer.qk_scale is not None:
             lengths = torch.linalg.vector_norm(rotated, dim=-1, keepdim=True)
             rotated.div_(torch.hypot(lengths, self._head_eps)).mul_(layer.qk_scale)
-        torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotation)
+        torch.view_as_complex(rotated.view(num_rows, num_rotated, head_dim // 2, 2)).mul_(rotation)
         self._cache_rows[index].index_copy_(0, cache_rows, heads[:, layout.num_heads :].reshape(-1, head_dim))
-        return heads[:, : layout.num_heads].unflatten(1, (layout.num_kv_heads, self._group))
+        return heads[:, : layout.num_heads].view(num_rows, layout.num_kv_heads, self._group, head_dim)
 
     def _finish_layer(self, layer: LayerWeights, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        x = torch.addmm(x, attended.reshape(len(x), -1), layer.output)
+        x = torch.addmm(x, attended.reshape(x.shape[0], -1), layer.output)
         if layer.output_bias is not None:
             x += layer.output_bias
         normed = self._normalise(x)
