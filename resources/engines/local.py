@@ -1,9 +1,8 @@
 """The local engine: torch, continuous batching, KV kept per trajectory. The default back end on a CPU.
 
 Coroutines here only hand over to the step thread (`local_thread`) and await its answer; weights are fetched and fused
-on a thread of their own. | file | question |
-`local_layout` which model, `local_weights` fused how, `local_forward` one pass, `local_sampling` which token,
-`local_slots` which slot, `local_stepper` one step, `local_thread` when, and who is told.
+on a thread of their own. The other files: `local_layout` which model, `local_weights` fused how, `local_forward` one
+pass, `local_sampling` which token, `local_slots` which slot, `local_stepper` one step.
 """
 
 from __future__ import annotations
