@@ -2,14 +2,14 @@
 
 Who waits for whom. Rollouts are no stage: they go on beside all of this, under the gate of `resources/rollout`.
 
-| stage          | on      | consumes                  | waits for                       | unblocks                     |
-|----------------|---------|---------------------------|---------------------------------|------------------------------|
-| collect        | control | scored groups             | rollouts and rewards of batch v | update                       |
-| update         | learner | batch v                   | nothing: rollouts go on         | publish                      |
-| publish        | learner | the learner's weights     | the store; engines prefetch     | the switch                   |
-| switch-weights | control | version v + 1             | every engine's next step        | admission of batch v+1+alpha |
-| record         | control | metrics, queue state      | nothing                         | a resume behind it           |
-| evaluate       | control | held-out episodes, if due | their end: no load before it    | the next iteration           |
+| stage          | on      | consumes              | waits for                       | unblocks                     |
+|----------------|---------|-----------------------|---------------------------------|------------------------------|
+| collect        | control | scored groups         | rollouts and rewards of batch v | update                       |
+| update         | learner | batch v               | nothing: rollouts go on         | publish                      |
+| publish        | learner | the learner's weights | the store; engines prefetch     | the switch                   |
+| switch-weights | control | version v + 1         | every engine's next step        | admission of batch v+1+alpha |
+| record         | control | metrics, queue state  | nothing                         | a resume behind it           |
+| evaluate       | control | held-out episodes     | their end: no load before it    | the next iteration           |
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import statistics
 from typing import Any, cast
 from uuid import UUID
 
+from prefect import get_run_logger
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
@@ -15,9 +17,13 @@ from prefect.artifacts import (
 
 from flows.config import RunConfig
 from flows.progress import RunProgress, summary_table
+from resources.rewards.autoscaler_thread import AutoscalerThread
 from resources.runs import RunRef, evaluation_key
 from resources.telemetry.curve import learning_curve_png
 from resources.telemetry.metrics import read_metrics
+
+SETTLED_ITERATIONS = 5
+"""After so many iterations their median is what the reward pool's times are compared with."""
 
 
 class RunReport:
@@ -26,6 +32,8 @@ class RunReport:
     def __init__(self, run: RunRef, config: RunConfig) -> None:
         self._run = run
         self._config = config
+        self._iterations_s: list[float] = []
+        self._last_error: str | None = None
         # Prefect annotates these functions as sync or async; called from a synchronous flow they return plainly.
         self._progress = cast(
             UUID,
@@ -38,9 +46,21 @@ class RunReport:
             description="The run's folder",
         )
 
-    def iteration(self, row: dict[str, Any]) -> None:
-        """Move the progress artifact."""
+    def iteration(self, row: dict[str, Any], autoscaler: AutoscalerThread | None) -> None:
+        """Move the progress artifact; say in the log what goes wrong or will cost time on the reward pool."""
+        if autoscaler is not None:
+            self._watch_rewards(row["time/iteration_s"], autoscaler)
         update_progress_artifact(self._progress, 100.0 * (row["iteration"] + 1) / self._config.num_iterations)
+
+    def _watch_rewards(self, iteration_s: float, autoscaler: AutoscalerThread) -> None:
+        if autoscaler.last_error is not None and autoscaler.last_error != self._last_error:
+            get_run_logger().warning("reward replicas: %s", autoscaler.last_error)
+        self._last_error = autoscaler.last_error
+        self._iterations_s.append(iteration_s)
+        if len(self._iterations_s) == SETTLED_ITERATIONS:  # the first ones hold cold starts
+            warning = self._config.rewards.keep_alive_warning(statistics.median(self._iterations_s))
+            if warning is not None:
+                get_run_logger().warning("%s", warning)
 
     def finish(
         self, before: dict[str, Any] | None, after: dict[str, Any] | None, wall_s: float, progress: RunProgress

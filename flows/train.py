@@ -63,7 +63,7 @@ def train(
                 plane.check()
                 plan = IterationPlan.of(config, version)
                 row = rl_iteration.with_options(task_runner=pools.task_runner())(run, version, plan)
-                report.iteration(row)
+                report.iteration(row, autoscaler)
                 progress.iteration(row, autoscaler.num_replicas if autoscaler else 0)
             if config.evaluation.after:
                 after = evaluate_plane(pools, run, config, version=last)

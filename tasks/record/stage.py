@@ -26,11 +26,12 @@ def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[st
     actors = lookup_sync(run.service_id)
     assert actors.learner is not None, f"run {run.run_id} has no learner"
     stats = call_sync(actors.queue, "stats", timeout_s=ANSWER_S)
+    workers = [call_sync(worker, "stats", timeout_s=ANSWER_S) for worker in actors.rollout_workers]
     logger = get_run_logger()
     # Actors have no flow run to log to: they keep bounded records, which are logged here.
     for line in stats.pop("log_records", []):
         logger.warning("%s", line)
-    row = {"iteration": version, "recorded_at": time.time(), **metrics, "queue": stats}
+    row = {"iteration": version, "recorded_at": time.time(), **metrics, "queue": stats, "workers": workers}
     row["tokens_per_s"] = row["num_tokens"] / row["time/iteration_s"]
     write_metrics(run.folder(), version, row)
     create_table_artifact(

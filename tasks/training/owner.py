@@ -10,7 +10,7 @@ from resources.trajectories.batch import read_batch
 from resources.trajectories.store import read_trajectories
 from resources.weights.store import WeightStore
 from tasks.training.config import TrainingConfig
-from tasks.training.rows import training_rows
+from tasks.training.rows import generation_seconds, training_rows
 
 
 class LearnerActor:
@@ -67,11 +67,17 @@ class LearnerActor:
         started = time.perf_counter()
         batch = read_batch(self.run.root(), self.run.run_id, version)
         members = [member for group in batch.groups for member in group.members]
-        rows = training_rows(batch, read_trajectories(self.run.root(), [member.ref for member in members]))
+        trajectories = read_trajectories(self.run.root(), [member.ref for member in members])
+        rows = training_rows(batch, trajectories)
         read_s = time.perf_counter() - started
         report = self.learner.update(rows, version, num_families=self.num_families, max_staleness=self.max_staleness)
         self.version = version + 1
-        return {**report.metrics, "time/read_batch_s": read_s, "time/update_s": time.perf_counter() - started}
+        return {
+            **report.metrics,
+            **generation_seconds(trajectories),
+            "time/read_batch_s": read_s,
+            "time/update_s": time.perf_counter() - started,
+        }
 
     def publish(self) -> dict[str, Any]:
         """Write the weights of the version held, then the checkpoint that a resume starts from.

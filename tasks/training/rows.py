@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
 from resources.rollout.messages import Batch
 from resources.trajectories.trajectory import Trajectory
 from tasks.training.row import TrainingRow
@@ -40,3 +43,16 @@ def training_rows(batch: Batch, trajectories: list[Trajectory]) -> list[Training
             )
         )
     return rows
+
+
+def generation_seconds(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean engine seconds of one trajectory by family, ``prefill_s/<family>`` and ``decode_s/<family>``: what decides
+    the hardware class of a family (prefill wants compute, decode wants memory bandwidth)."""
+    sums: dict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for trajectory in trajectories:
+        counts[trajectory.family] += 1
+        for turn in trajectory.turns:
+            sums[f"prefill_s/{trajectory.family}"] += turn.prefill_s
+            sums[f"decode_s/{trajectory.family}"] += turn.decode_s
+    return {name: value / counts[name.split("/", 1)[1]] for name, value in sums.items()}
