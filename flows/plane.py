@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from resources.runs import ResumePoint, RunRef
 from tasks.training.owner import LearnerActor
 
 logger = logging.getLogger(__name__)
-CLOSE_S = 3.0
-"""An actor that does not close within this time is left to the end of its worker process."""
+CLOSE_S = 4.0
+"""All actors together may take this long to close; those left then end with their worker processes."""
 FIRST_CALL_S = 120.0
 
 
@@ -89,6 +90,7 @@ class _Placement:
         self._serving = serving
         self._stack = stack
         self._workers = workers_by_class(client)
+        self._close_by: float | None = None
 
     def one(self, role: str, cls: type, *args: object, closing: bool = False, **kwargs: object) -> ActorHandle:
         """The single actor of a role, on the first worker of its class."""
@@ -163,13 +165,19 @@ class _Placement:
             for index, worker in enumerate(dict.fromkeys(workers))
         )
 
+    def _close(self, handle: ActorHandle) -> None:
+        self._close_by = self._close_by or time.monotonic() + CLOSE_S
+        left_s = self._close_by - time.monotonic()
+        if left_s > 0:
+            _quietly(call_sync, handle, "close", timeout_s=left_s)
+
     def _start(
         self, cls: type, worker: str, name: str, args: tuple[object, ...], kwargs: dict[str, object], closing: bool
     ) -> ActorHandle:
         handle = start_actor(self._client, cls, *args, worker=worker, name=name, timeout_s=FIRST_CALL_S, **kwargs)
         self._stack.callback(_quietly, release_actor, handle)
         if closing:
-            self._stack.callback(_quietly, call_sync, handle, "close", timeout_s=CLOSE_S)
+            self._stack.callback(self._close, handle)
         return handle
 
 

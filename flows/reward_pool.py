@@ -16,6 +16,10 @@ from resources.runs import RunRef
 from tasks.reward.launch import PrefectLauncher
 
 logger = logging.getLogger(__name__)
+END_S = 15.0
+"""Longest wait for the replicas' flow runs to end in order, at the end of a run."""
+END_HURRIED_S = 1.0
+"""The same when the run fails or is interrupted."""
 
 
 @contextmanager
@@ -35,11 +39,13 @@ def reward_pool(run: RunRef, config: RunConfig) -> Iterator[AutoscalerThread | N
     ensure_reward_deployment(settings)
     launcher.check()
     write_scorer_arguments(run.root(), run.service_id, config.families)
+    patience_s = END_HURRIED_S
     try:
         with elastic_pool(run.root(), run.service_id, settings, launcher.launch) as autoscaler:
             yield autoscaler
+        patience_s = END_S
     finally:
         try:
-            launcher.end_all()
+            launcher.end_all(timeout_s=patience_s)
         except ValueError as error:  # the server is gone; replicas end by the missing sign of life
             logger.warning("reward replicas could not be ended through the server: %s", error)

@@ -21,7 +21,7 @@ from resources.hardware import PoolsConfig
 
 CONNECT_S = 10.0
 """Longest wait for a scheduler to answer."""
-CLOSE_S = 10.0
+CLOSE_S = 3.0
 """Longest wait for an embedded cluster to end before its processes are killed."""
 LOG_TAIL_LINES = 15
 
