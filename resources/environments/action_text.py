@@ -26,10 +26,18 @@ def tagged(tag: str, body: str) -> str:
     return f"<{tag}>{body}</{tag}>"
 
 
-def malformed(error: str, *, role: str = "user", terminated: bool = False, truncated: bool = False) -> StepOutcome:
+def malformed(
+    error: str,
+    *,
+    role: str = "user",
+    terminated: bool = False,
+    truncated: bool = False,
+    success: bool | None = None,
+) -> StepOutcome:
     """The outcome of a malformed action: the error is the observation, the penalty the reward, and the episode goes on.
 
-    With the last turn gone (``terminated`` or ``truncated``) there is nothing to append.
+    With the last turn gone (``terminated`` or ``truncated``) there is nothing to append, and an environment that knows
+    the outcome says so in ``success``.
     """
     over = terminated or truncated
     return StepOutcome(
@@ -37,6 +45,7 @@ def malformed(error: str, *, role: str = "user", terminated: bool = False, trunc
         reward=INVALID_ACTION_PENALTY,
         terminated=terminated,
         truncated=truncated,
+        success=success,
         invalid_action=True,
         components={"invalid_action": INVALID_ACTION_PENALTY},
     )

@@ -41,7 +41,11 @@ class GuessNumber:
         # isascii: int() would take digits of other scripts, which no tokenizer keeps single
         number = int(parsed[1]) if parsed and parsed[1].isascii() and parsed[1].isdigit() and len(parsed[1]) < 10 else 0
         if not 1 <= number <= self._highest:
-            return malformed(f"say <answer>number</answer>, {self._from} to {self._to}", terminated=is_last)
+            return malformed(
+                f"say <answer>number</answer>, {self._from} to {self._to}",
+                terminated=is_last,
+                success=False if is_last else None,
+            )
         if number == self._number:
             return StepOutcome([], reward=1.0, terminated=True, success=True, components={"outcome": 1.0})
         if number < self._number:

@@ -207,6 +207,12 @@ def test_guess_number_a_guess_outside_the_range_is_wasted_but_valid() -> None:
 # calculator
 
 
+def test_guess_number_knows_the_outcome_when_the_last_guess_is_malformed() -> None:
+    _, outcomes = play(GuessNumber(), 3, "?", "?", "?")
+    assert [outcome.success for outcome in outcomes] == [None, None, False]
+    assert outcomes[2].terminated and outcomes[2].invalid_action and outcomes[2].observation == []
+
+
 def test_calculator_calls_the_tool_and_answers() -> None:
     environment = Calculator()
     opening, _ = play(environment, 4)
