@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from flows.config import RunConfig
 from resources.engines.actor import EngineActor
 from resources.failures import DeadlineExceeded, InfrastructureFailure
 from resources.hardware import PoolsConfig
-from resources.pools.actors import ActorHandle, call_sync
+from resources.pools.actors import ActorHandle, call, call_sync
 from resources.pools.liveness import LossWatch
 from resources.pools.placement import release_actor, start_actor, workers_by_class
 from resources.pools.registry import RunActors, publish, withdraw
@@ -77,8 +78,29 @@ def rollout_plane(
         actors = RunActors(run.service_id, engines, learner, queue, workers)
         publish(client, actors)
         stack.callback(_quietly, withdraw, client, run.service_id)
-        watch = stack.enter_context(LossWatch(actors.handles()))
+        watch = stack.enter_context(LossWatch(actors.handles(), _tell_queue(actors)))
         yield Plane(actors, watch)
+
+
+def _tell_queue(actors: RunActors) -> Callable[[ActorHandle, str], None]:
+    """What a loss means for rollouts: trajectories of a lost worker are played elsewhere, and without any worker nobody
+    waits any longer. A lost engine or learner fails the next stage that calls it."""
+    left = {worker.name for worker in actors.rollout_workers}
+
+    def on_loss(handle: ActorHandle, reason: str) -> None:
+        if handle.name not in left:
+            return
+        left.discard(handle.name)
+        method, arguments = ("worker_lost", (handle.name, reason)) if left else ("fail", (reason,))
+        telling = asyncio.ensure_future(call(actors.queue, method, *arguments))
+        telling.add_done_callback(_log_failure)
+
+    return on_loss
+
+
+def _log_failure(telling: asyncio.Future[None]) -> None:
+    if not telling.cancelled() and telling.exception() is not None:
+        logger.warning("the group queue could not be told of a loss: %s", telling.exception())
 
 
 class _Placement:

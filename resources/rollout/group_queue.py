@@ -102,6 +102,7 @@ class GroupQueue:
         for trajectory_id in self._gate.awaiting_score():
             self._expect_score(trajectory_id, self._gate.seats[trajectory_id][0].family)
         self._last_batch: Batch | None = None
+        self._failure: str | None = None
         self._no_signal: NoSignal | None = None
         self._last_progress = clock()
         self._changed = asyncio.Event()
@@ -139,6 +140,11 @@ class GroupQueue:
     async def worker_lost(self, worker_id: str, reason: str = "its process has ended") -> None:
         """A supervisor knows that a rollout worker is gone: play its trajectories elsewhere."""
         self._lose_worker(worker_id, reason)
+
+    async def fail(self, reason: str) -> None:
+        """A supervisor knows that no batch can come any more: waits for batches and evaluations end with the reason."""
+        self._failure = reason
+        self._wake_all()
 
     def _take_report(self, report: WorkerReport) -> None:
         record = self._dispatcher.heard(report.worker_id, report.capacity, self._clock())
@@ -385,6 +391,8 @@ class GroupQueue:
     def _check_usable(self) -> None:
         if self._closing:
             raise InfrastructureFailure(f"the group queue of {self.run_id} was closed")
+        if self._failure is not None:
+            raise InfrastructureFailure(self._failure)
         if self._no_signal is not None:
             family, number = self._no_signal.family, self._no_signal.num_replaced
             raise SignalLost(

@@ -468,3 +468,16 @@ def test_only_small_references_travel():
         await queue.close()
 
     asyncio.run(main())
+
+
+def test_a_wait_ends_with_the_reason_when_a_supervisor_says_that_nothing_can_come():
+    async def scenario() -> None:
+        queue = make_queue()
+        waiting = asyncio.create_task(queue.collect(0, 60.0))
+        await asyncio.sleep(0)
+        await queue.fail("every rollout worker was lost")
+        with pytest.raises(InfrastructureFailure, match="every rollout worker was lost"):
+            await asyncio.wait_for(waiting, 10.0)
+        await queue.close()
+
+    asyncio.run(scenario())
