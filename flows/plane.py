@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -142,23 +143,27 @@ class _Placement:
 
     def engines(self, run: RunRef, config: RunConfig, version: int) -> dict[str, tuple[ActorHandle, ...]]:
         """One engine on every worker of every class that serves; a class without workers has a fallback that does."""
-        started: dict[str, tuple[ActorHandle, ...]] = {}
-        for name in sorted({self._serving[name] for name in self._pools.of_role("engine")}):
-            started[name] = tuple(
-                self._start(
-                    EngineActor,
-                    worker,
-                    f"engine-{name}-{index}",
-                    (run.store_url, run.run_id, version, config.engine, name, f"{name}-{index}"),
-                    {
-                        "device": self._pools.classes[name].device,
-                        "threads": self._pools.classes[name].torch_threads,
-                    },
-                    True,
-                )
-                for index, worker in enumerate(self._workers[name])
+        names = sorted({self._serving[name] for name in self._pools.of_role("engine")})
+        places = [(name, index, worker) for name in names for index, worker in enumerate(self._workers[name])]
+
+        def start(place: tuple[str, int, str]) -> ActorHandle:
+            name, index, worker = place
+            return self._start(
+                EngineActor,
+                worker,
+                f"engine-{name}-{index}",
+                (run.store_url, run.run_id, version, config.engine, name, f"{name}-{index}"),
+                {"device": self._pools.classes[name].device, "threads": self._pools.classes[name].torch_threads},
+                True,
             )
-        return started
+
+        # At once: each loads a model, and there may be many.
+        with ThreadPoolExecutor(min(len(places), 16), thread_name_prefix="engine-start") as threads:
+            handles = list(threads.map(start, places))
+        return {
+            name: tuple(handle for handle, place in zip(handles, places, strict=True) if place[0] == name)
+            for name in names
+        }
 
     def rollout_workers(
         self, run: RunRef, config: RunConfig, queue: ActorHandle, engines: dict[str, tuple[ActorHandle, ...]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,17 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed import Client
+from distributed import Client, Future
 from prefect.settings import PREFECT_API_URL
 from prefect.task_runners import TaskRunner
 
 from flows.task_runner import PoolTaskRunner
-from resources.hardware import PoolsConfig
+from resources.hardware import PoolsConfig, Role
 from resources.pools.cluster import open_pools
-from resources.pools.preflight import check_pools
+from resources.pools.preflight import ServingClasses, check_pools
 
 PRELOAD = ("prefect", "flows.task_runner", "flows.iteration", "flows.warm_start")
 """What workers import before they take work: Prefect and the stages alone cost the first task some seconds."""
+ROLE_MODULES: dict[Role, str] = {
+    "engine": "resources.engines.local",
+    "learner": "tasks.training.learner",
+    "environment": "resources.rollout.worker",
+    "control": "resources.rollout.group_queue",
+}
+"""What the actors of a role import."""
 CONSOLE_LEVEL = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
 
 
@@ -51,4 +59,16 @@ def run_pools(config: PoolsConfig, state: Path) -> Iterator[RunPools]:
     if CONSOLE_LEVEL in os.environ:
         env[CONSOLE_LEVEL] = os.environ[CONSOLE_LEVEL]
     with open_pools(config, env=env, preload_modules=PRELOAD, log_path=logs / f"dask-{os.getpid()}.log") as client:
-        yield RunPools(client, check_pools(client, config).serving)
+        checked = check_pools(client, config)
+        ahead = _import_ahead(client, config, checked)
+        yield RunPools(client, checked.serving)
+        del ahead
+
+
+def _import_ahead(client: Client, config: PoolsConfig, checked: ServingClasses) -> list[Future[Any]]:
+    """Let workers import what their role needs (torch takes seconds) while the warm start still runs elsewhere."""
+    return [
+        client.submit(importlib.import_module, ROLE_MODULES[hardware_class.role], workers=[worker], pure=False)
+        for name, hardware_class in config.classes.items()
+        for worker in checked.workers_of(name)
+    ]
