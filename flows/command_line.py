@@ -34,9 +34,12 @@ def main(arguments: list[str] | None = None) -> int:
     from pydantic import ValidationError
 
     from flows.config import RunConfig, load_run_file, with_overrides
+    from flows.train import check_arguments, train
+    from resources.failures import RollartError
 
     try:
         config = with_overrides(load_run_file(options.run_file) if options.run_file else RunConfig(), overrides)
+        check_arguments(config, None, options.resume)
     except ValidationError as error:
         for item in error.errors():
             print(
@@ -47,17 +50,14 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-    from flows.train import train
-
     try:
         train(config, resume=options.resume)
     except KeyboardInterrupt:
         print("interrupted; resume with --resume latest", file=sys.stderr)
         return 130
-    except ValueError as error:
+    except RollartError as error:  # any other error is a fault of ours: its traceback is the message
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1
     return 0
 
 

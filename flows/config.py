@@ -105,8 +105,14 @@ class RunConfig(BaseModel):
 
 
 def read_value(text: str) -> Any:
-    """A value as written on the command line, read as YAML (``3``, ``0.1``, ``true``, ``[a, b]``, ``null``, text)."""
-    value = yaml.safe_load(text)
+    """A value as written on the command line, read as YAML (``3``, ``0.1``, ``true``, ``[a, b]``, ``null``, text).
+
+    Raises ValueError for what YAML cannot read.
+    """
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} cannot be read as YAML ({_one_line(error)}); quote text, close brackets") from error
     if isinstance(value, str):
         # YAML 1.1 reads 3e-4 as text; every user means a number.
         try:
@@ -138,16 +144,26 @@ def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig
             place = place[part]
         if not isinstance(place, dict):
             raise ValueError(f"override {dotted!r}: {'.'.join(parents)!r} is a value, not a section")
-        place[last] = read_value(value) if isinstance(value, str) else value
+        try:
+            place[last] = read_value(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"override {dotted!r}: {error}") from error
     return RunConfig.model_validate(data)
 
 
 def load_run_file(path: str | Path) -> RunConfig:
-    """Read a YAML run file. Raises ValueError naming the file when it is missing or is not a mapping."""
+    """Read a YAML run file. Raises ValueError naming the file when it is missing, no YAML, or no mapping."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"run file {path} does not exist; an example is examples/quickstart/run.yaml")
-    data = yaml.safe_load(path.read_text())
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"run file {path} is not YAML: {_one_line(error)}") from error
     if data is not None and not isinstance(data, dict):
         raise ValueError(f"run file {path} holds a {type(data).__name__}; it must be a mapping of RunConfig's fields")
     return RunConfig.model_validate(data or {})
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -10,7 +10,16 @@ from resources.environments.registry import make_environment
 from resources.object_store import ObjectStore
 from resources.policy.directory import check_policy_directory
 from resources.rewards.scorers.registry import resolve_scorer
-from resources.runs import ResumePoint, RunRef, create_run, find_run, iterations, new_run_id, resume_point
+from resources.runs import (
+    ResumePoint,
+    RunRef,
+    create_run,
+    find_run,
+    iterations,
+    new_run_id,
+    note_resume,
+    resume_point,
+)
 from resources.trajectories.batch import batch_key, batch_versions
 
 MUST_MATCH = ("seed", "families", "policy", "warm_start")
@@ -51,6 +60,15 @@ def open_run(config: RunConfig, resume: str | None) -> tuple[RunRef, ResumePoint
         run = RunRef(run_id=new_run_id(config.name), store_url=config.store)
         create_run(run, config.model_dump(mode="json"))
         return run, None
+    run = check_resume(config, resume)
+    point = resume_point(run)
+    _forget_unrecorded_batches(run, point.version if point else 0)
+    note_resume(run)
+    return run, point
+
+
+def check_resume(config: RunConfig, resume: str) -> RunRef:
+    """The run to resume. Raises ValueError as `open_run`, and changes nothing."""
     run = find_run(config.store, resume)
     _check_same(run, config.model_dump(mode="json"), run.folder().get_json("config.json"))
     done = iterations(run)
@@ -59,9 +77,7 @@ def open_run(config: RunConfig, resume: str | None) -> tuple[RunRef, ResumePoint
             f"run {run.run_id} has {done[-1] + 1} iterations and num_iterations is {config.num_iterations}: nothing is "
             f"left to do; for 60 more set num_iterations to {done[-1] + 61}"
         )
-    point = resume_point(run)
-    _forget_unrecorded_batches(run, point.version if point else 0)
-    return run, point
+    return run
 
 
 def _forget_unrecorded_batches(run: RunRef, version: int) -> None:

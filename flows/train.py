@@ -10,7 +10,7 @@ from prefect import get_run_logger
 from flows.config import RunConfig
 from flows.evaluation import evaluate_plane
 from flows.iteration import IterationPlan, rl_iteration
-from flows.opening import composed, open_run
+from flows.opening import check_resume, composed, open_run
 from flows.plane import rollout_plane
 from flows.pools import run_pools
 from flows.progress import RunProgress
@@ -18,17 +18,19 @@ from flows.report import RunReport, read_evaluation
 from flows.reward_pool import reward_pool
 from flows.server import server_flow
 from flows.warm_start import starting_policy
-from resources.runs import find_run
+from resources.runs import check_name
 from resources.state_dir import state_dir
 
 
-def _check(config: RunConfig, overrides: dict[str, Any] | None, resume: str | None) -> None:
+def check_arguments(config: RunConfig, overrides: dict[str, Any] | None, resume: str | None) -> None:
+    """Raises ValueError for what `train` cannot work with; starts and changes nothing."""
     config = composed(config, overrides)
+    check_name(config.name)
     if resume is not None:
-        find_run(config.store, resume)
+        check_resume(config, resume)
 
 
-@server_flow(name="train", flow_run_name="{config.name}", check=_check)
+@server_flow(name="train", flow_run_name="{config.name}", check=check_arguments)
 def train(
     config: RunConfig = RunConfig(),  # noqa: B008 - Prefect draws the form from this default
     overrides: dict[str, Any] | None = None,

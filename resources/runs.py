@@ -46,13 +46,18 @@ class RunRef(BaseModel):
         return self.root().sub(f"runs/{self.run_id}")
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError when the name of a run would not do as a folder name."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name is {name!r}; allowed are 1 to 40 of a-z, 0-9 and '-', starting with a letter or digit")
+
+
 def new_run_id(name: str) -> str:
     """``<name>-<UTC time>-<random>``: sortable, and distinct for two runs that start in one second.
 
     Raises ValueError when the name would not do as a folder name.
     """
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"name is {name!r}; allowed are 1 to 40 of a-z, 0-9 and '-', starting with a letter or digit")
+    check_name(name)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return f"{name}-{now}-{secrets.token_hex(2)}"
 
@@ -97,6 +102,19 @@ def iterations(run: RunRef) -> list[int]:
 
 def read_iteration(run: RunRef, iteration: int) -> dict[str, Any]:
     return run.folder().get_json(iteration_key(iteration))
+
+
+def note_resume(run: RunRef) -> int:
+    """Count a resume of the run; returns which one it is, from 1. Two at once never get the same number."""
+    number = num_resumes(run) + 1
+    while not run.folder().create(f"resumes/{number:06d}.json", b"{}"):
+        number += 1
+    return number
+
+
+def num_resumes(run: RunRef) -> int:
+    """How often the run was resumed."""
+    return len(run.folder().list("resumes/"))
 
 
 class ResumePoint(BaseModel):
