@@ -22,7 +22,7 @@ from resources.pools.placement import release_actor, start_actor, workers_by_cla
 from resources.pools.registry import RunActors, publish, withdraw
 from resources.rollout.group_queue import GroupQueue
 from resources.rollout.worker import RolloutWorker
-from resources.runs import ResumePoint, RunRef
+from resources.runs import ResumePoint, RunRef, num_resumes
 from tasks.training.owner import LearnerActor
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def rollout_plane(
             dict(config.families),
             config.rollout,
             config.seed,
-            point.queue_state if point else {"version": 0},
+            {**(point.queue_state if point else {"version": 0}), "life": num_resumes(run)},
             closing=True,
         )
         workers = place.rollout_workers(run, config, queue, engines)

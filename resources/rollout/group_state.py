@@ -12,6 +12,8 @@ from resources.failures import FailureClass
 from resources.rollout.messages import BatchGroup, BatchMember, TrajectoryDone
 from resources.trajectories.trajectory import TrajectoryRef
 
+ATTEMPTS_OF_A_LIFE = 1000
+"""Attempts of the n-th resume of a run start at n times this."""
 EQUAL_REWARDS = 1e-8
 """Rewards of a group that lie within this of each other carry no signal (group-centred advantages are all 0)."""
 
@@ -34,11 +36,14 @@ class MemberState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One seat of a group. ``attempt`` counts on over retries and re-issues, so that a trajectory id never returns."""
+    """One seat of a group. ``attempt`` counts on over retries, re-issues and resumes, so that a trajectory id never
+    returns."""
 
     index: int
     state: MemberState = MemberState.PENDING
     attempt: int = 0
+    first_attempt: int = 0
+    """Lower attempts belong to earlier lives of the run."""
     num_failures: int = 0
     """Since the group was (re-)issued."""
     oldest_version: int | None = None
@@ -50,9 +55,17 @@ class Member:
 
     def play_again(self) -> None:
         """Forget this attempt; the next one has a new id."""
-        self.attempt += 1
+        self.attempt = max(self.attempt + 1, self.first_attempt)
         self.state = MemberState.PENDING
         self.oldest_version = self.done = self.reward = self.success = None
+
+    def enter_life(self, first_attempt: int) -> None:
+        """The run was resumed: what its killed driver started after the state was saved has ids of its own."""
+        self.first_attempt = first_attempt
+        if self.state is MemberState.RUNNING:
+            self.play_again()
+        elif self.state is MemberState.PENDING:
+            self.attempt = max(self.attempt, first_attempt)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +78,11 @@ class Group:
     num_reissues: int = 0
 
     @classmethod
-    def new(cls, family: str, prompt_index: int, config: FamilyConfig) -> Group:
-        seats = [Member(index) for index in range(config.group_size + config.redundant_members)]
+    def new(cls, family: str, prompt_index: int, config: FamilyConfig, first_attempt: int = 0) -> Group:
+        seats = [
+            Member(index, attempt=first_attempt, first_attempt=first_attempt)
+            for index in range(config.group_size + config.redundant_members)
+        ]
         return cls(family, f"{family}-{prompt_index:06d}", prompt_index, config.group_size, seats)
 
     def count(self, state: MemberState) -> int:

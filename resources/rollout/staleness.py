@@ -38,7 +38,15 @@ from resources.rollout.gate_events import (
     VersionLoaded,
 )
 from resources.rollout.gate_invariants import check_invariants
-from resources.rollout.group_state import FamilyState, Group, Member, MemberState, group_as_json, group_from_json
+from resources.rollout.group_state import (
+    ATTEMPTS_OF_A_LIFE,
+    FamilyState,
+    Group,
+    Member,
+    MemberState,
+    group_as_json,
+    group_from_json,
+)
 
 
 class StalenessGate:
@@ -71,6 +79,8 @@ class StalenessGate:
         self.cancelled: dict[str, tuple[str, CancelTermination]] = {}
         """Cancelled trajectories whose end was not reported yet."""
         self.num_ignored = 0
+        self.first_attempt = 0
+        """Of new groups; grows with every resume."""
         self.is_open = False
         self._seed_env = seed_env
         self._counted_at_last_batch: dict[str, dict[str, int]] = {}
@@ -363,7 +373,7 @@ class StalenessGate:
                 if family.waiting:
                     group = family.waiting.popleft()
                 else:
-                    group = Group.new(name, family.cursor, family.config)
+                    group = Group.new(name, family.cursor, family.config, self.first_attempt)
                     family.cursor += 1
                 family.running[group.group_id] = group
                 family.counts["started_groups"] += 1
@@ -441,10 +451,13 @@ class StalenessGate:
         Scored, unconsumed groups and scored members are kept; what was being played is issued again under a new attempt
         number; a batch that was taken but whose update is not part of ``version`` goes back to the head of the queue.
         Without ``families`` in the state (nothing but a version is known), the cursors stand at the prompts trained.
+        ``life`` in the state says how often the run was resumed: ids of trajectories that a killed driver started after
+        the snapshot never return, so that no row or score of theirs is taken for a new one's.
         """
         assert not self.is_open and not self.seats, "restore comes before the first event"
         self.version = self.horizon = version if version is not None else int(state["version"])
         self.next_batch = self.version
+        self.first_attempt = ATTEMPTS_OF_A_LIFE * int(state.get("life", 0))
         stored_families = state.get("families", {})
         unknown = set(stored_families) - set(self.families)
         if unknown:
@@ -464,12 +477,10 @@ class StalenessGate:
             else:
                 family.num_trained += len(taken)
             family.complete.extend(group_from_json(record) for record in stored["complete"])
-            for record in stored["open"]:
-                group = group_from_json(record)
+            family.waiting.extend(group_from_json(record) for record in stored["open"])
+            for group in (*family.complete, *family.waiting):
                 for member in group.members:
-                    if member.state is MemberState.RUNNING:
-                        member.play_again()
-                    elif member.state is MemberState.AWAITING_SCORE:
+                    member.enter_life(self.first_attempt)
+                    if member.state is MemberState.AWAITING_SCORE:
                         self.seats[self.trajectory_id(group, member)] = (group, member)
-                family.waiting.append(group)
         self._counted_at_last_batch = {name: dict(family.counts) for name, family in self.families.items()}

@@ -412,6 +412,30 @@ def test_a_batch_taken_but_not_trained_is_neither_skipped_nor_trained_twice(trai
     assert taken == (["a-000002", "a-000003"] if trained else ["a-000000", "a-000001"])
 
 
+def test_ids_of_trajectories_started_after_the_snapshot_never_return():
+    """S26 across a resume: a score of the killed driver's trajectory must not be taken for the new one's."""
+    driver = Driver({"a": family(2)}, max_staleness=1)
+    starts = driver.take_starts()
+    driver(done(starts[0], None, scorer="s"))  # awaits its score when the state is saved
+    state = json.loads(json.dumps(driver.gate.snapshot()))
+    for start in starts[1:]:
+        driver(failed(start))  # retried, unknown to the snapshot
+    driver.play_all(0)
+    driver(BatchRequested(0))
+    driver(VersionLoaded(1))  # new groups, unknown to the snapshot
+    before = {*(start.trajectory_id for start in starts), *driver.gate.seats}
+    for life in (1, 2):  # the first resume is killed before it saves anything
+        resumed = Driver({"a": family(2)}, state={**state, "life": life}, max_staleness=1)
+        again = {start.trajectory_id for start in resumed.take_starts()}
+        assert len(again) == 7, "all but the one that awaits its score"
+        resumed(VersionLoaded(1))
+        again |= {start.trajectory_id for start in resumed.take_starts()}
+        resumed(ScoreOverdue(starts[0].trajectory_id, "no score"))
+        again |= {start.trajectory_id for start in resumed.take_starts()}
+        assert not again & before
+        before |= again
+
+
 def test_a_resume_refuses_families_it_does_not_know():
     driver = Driver({"a": family()})
     with pytest.raises(ValueError, match=r"has the families \['a'\]"):
