@@ -47,8 +47,11 @@ bench: setup ## Run one benchmark: make bench NAME=engine
 	@test -n "$(NAME)" || { echo "name a benchmark: make bench NAME=..., one of:"; ls benchmarks/*.py | xargs -n1 basename | grep -vE '__init__|record' | sed 's/\.py//; s/^/  /'; exit 1; }
 	@$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 
-up: setup ## Start a standing local stack: Prefect server, reward worker, Dask cluster
-	@$(BIN)/python -m resources.pools.local_stack up $(ARGS)
+up: setup ## Start a standing local stack (Prefect server, workers, Dask cluster) and register the deployments there
+	@out=$$($(BIN)/python -m resources.pools.local_stack up --preload flows.iteration --preload flows.warm_start $(ARGS)) || exit $$?; echo "$$out"; \
+	log=$$(mktemp); export PREFECT_API_URL=$$(awk '/^Prefect API/ {print $$3}' <<<"$$out"); \
+	$(BIN)/prefect --no-prompt deploy --all >$$log 2>&1 || { cat $$log; rm -f $$log; exit 1; }; rm -f $$log; \
+	echo "deployments  $$(sed -n 's/^    entrypoint: flows\.\(.*\)/\1/p' prefect.yaml | wc -l) of prefect.yaml are registered (prefect deployment ls)"
 
 down: setup ## End the standing local stack
 	@$(BIN)/python -m resources.pools.local_stack down
