@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import inspect
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +56,7 @@ class DeadlineEnvironment:
         self._check_messages("step", outcome.observation)
         if not (outcome.observation or outcome.terminated or outcome.truncated):
             raise EnvironmentFailure(f"{self._family}: step returned no observation, but the episode is not over")
-        return outcome
+        return self._plain(outcome)
 
     async def close(self) -> None:
         """Close the environment within the step's deadline; after a call that hangs, when that call returns."""
@@ -107,6 +109,29 @@ class DeadlineEnvironment:
         if in_thread is not None and not in_thread.cancel():  # one that has not begun never will
             self._hung = in_thread
         future.cancel()
+
+    def _plain(self, outcome: StepOutcome) -> StepOutcome:
+        """The same with Python's own numbers: numpy's, which many environments give, are no JSON further on."""
+        try:
+            reward = float(outcome.reward)
+            components = {str(name): float(value) for name, value in outcome.components.items()}
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailure(
+                f"{self._family}: step gave reward {outcome.reward!r} with components {outcome.components!r}; they "
+                "must be numbers"
+            ) from error
+        for name, value in [("reward", reward), *components.items()]:
+            if not math.isfinite(value):
+                raise EnvironmentFailure(f"{self._family}: step gave {name} {value}; it must be finite")
+        return dataclasses.replace(
+            outcome,
+            reward=reward,
+            components=components,
+            terminated=bool(outcome.terminated),
+            truncated=bool(outcome.truncated),
+            success=None if outcome.success is None else bool(outcome.success),
+            invalid_action=bool(outcome.invalid_action),
+        )
 
     def _check_messages(self, name: str, messages: Any) -> None:
         if not isinstance(messages, list):

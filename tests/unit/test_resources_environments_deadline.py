@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from resources.environments.base import Message, StepOutcome
@@ -224,3 +226,24 @@ def test_an_opening_that_is_none_is_refused(opening: Any, message: str) -> None:
 )
 def test_an_outcome_that_is_none_is_refused(outcome: Any, message: str) -> None:
     assert message in str(failure_of(lambda: wrap(Scripted(outcome=outcome)).step("x")))
+
+
+def test_numbers_of_numpy_become_pythons_own() -> None:
+    """Gymnasium's environments give numpy's rewards; what is made of them is written as JSON."""
+    given = StepOutcome(
+        [], np.float32(0.5), terminated=np.bool_(True), success=np.bool_(False), components={"goal": np.float32(0.5)}
+    )
+    environment = wrap(Scripted(outcome=given))
+    outcome = asyncio.run(environment.step("left"))
+    assert outcome == StepOutcome([], 0.5, terminated=True, success=False, components={"goal": 0.5})
+    assert type(outcome.reward) is float and type(outcome.success) is bool and type(outcome.terminated) is bool
+    assert json.loads(json.dumps(outcome.components)) == {"goal": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [(float("nan"), "reward nan; it must be finite"), (None, "gave reward None"), ("1 point", "1 point")],
+)
+def test_a_reward_that_is_no_number_is_a_failure_of_the_environment(reward: Any, message: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=message):
+        asyncio.run(wrap(Scripted(outcome=StepOutcome([], reward, terminated=True))).step("left"))
