@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -23,13 +24,12 @@ def main(arguments: list[str] | None = None) -> int:
     for item in options.set:
         key, separator, value = item.partition("=")
         if not separator or not key:
-            parser.error(f"--set {item!r}: write it as KEY=VALUE, for example --set training.learning_rate=1e-3")
+            parser.error(f"--set {item!r}: write it as KEY=VALUE, for example --set rollout.max_staleness=2")
         overrides[key] = value
 
     signal.signal(signal.SIGTERM, _interrupt)
     if not options.verbose:
-        # The progress table is what a person reads; the full log is in the Prefect UI.
-        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
+        _quiet_the_console()
 
     from pydantic import ValidationError
 
@@ -59,6 +59,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _quiet_the_console() -> None:
+    """Warnings only: the progress table is what a person reads, and the full log is in the Prefect UI."""
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # of the processes that this one starts
+    from prefect.logging.handlers import PrefectConsoleHandler
+
+    # Prefect has set its handlers up already: it was imported with the flow.
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+    for handler in {handler for logger in loggers for handler in logger.handlers}:
+        if isinstance(handler, PrefectConsoleHandler):
+            handler.setLevel(logging.WARNING)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

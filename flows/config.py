@@ -123,7 +123,7 @@ def read_value(text: str) -> Any:
 
 
 def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """A configuration with dotted keys replaced (``{"training.learning_rate": 1e-3}``), validated as a whole.
+    """A configuration with dotted keys replaced (``{"training.optimizer.learning_rate": 1e-3}``), validated as a whole.
 
     Values that are text are read as `read_value` reads them. Raises ValueError for a key that does not exist.
     """

@@ -44,8 +44,8 @@ class RunProgress:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """One line that stays on the screen."""
-        self._console.print(text, highlight=False)
+        """One line that stays on the screen, never cut: paths and addresses are there to be copied."""
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def show(self, table: Table) -> None:
         """A table that stays on the screen, below the live part."""
@@ -98,7 +98,6 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_row("wall time", "", f"{summary['wall_s']:.0f} s")
     table.add_row("trajectories", "", f"{summary['num_trajectories']:,}")
     table.add_row("tokens", "", f"{summary['num_tokens']:,}")
-    table.caption = f"files: {summary['store']}"
     return table
 
 

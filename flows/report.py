@@ -90,6 +90,7 @@ class RunReport:
             description="Mean reward by task family",
         )
         progress.show(summary_table(summary))
+        progress.say(f"files: {summary['store']}")
         return summary
 
 

@@ -110,6 +110,11 @@ def _address_set(api_url: str) -> Iterator[None]:
             os.environ["PREFECT_API_URL"] = before
 
 
+def server_ui_url() -> str:
+    """Where the UI of the server in use is."""
+    return str(PREFECT_API_URL.value()).removesuffix("/api")
+
+
 class ServerFlow(Flow[P, R]):
     """A flow that finds or starts its Prefect server when it is called from Python.
 

@@ -16,7 +16,7 @@ from flows.pools import run_pools
 from flows.progress import RunProgress
 from flows.report import RunReport, read_evaluation
 from flows.reward_pool import reward_pool
-from flows.server import server_flow
+from flows.server import server_flow, server_ui_url
 from flows.warm_start import starting_policy
 from resources.runs import check_name
 from resources.state_dir import state_dir
@@ -40,7 +40,7 @@ def train(
 
     Args:
         config: the run's configuration.
-        overrides: dotted keys of it to replace, e.g. ``{"training.learning_rate": 1e-3}``.
+        overrides: dotted keys of it to replace, e.g. ``{"training.optimizer.learning_rate": 1e-3}``.
         resume: id of a run in the same store (``latest``: the newest), to go on behind its last completed iteration.
 
     Returns the summary, which is also written as ``summary.json``. Raises ValueError for bad input before anything
@@ -54,12 +54,16 @@ def train(
     report = RunReport(run, config)
     before, after = read_evaluation(run, 0), None
     with run_pools(config.pools, state_dir()) as pools, RunProgress(list(config.families), last, first) as progress:
+        progress.say(f"run {run.run_id}, Prefect UI {server_ui_url()}\nfiles: {run.folder().url}")
+        progress.say("preparing the policy (a warm start takes about a minute, once)")
         model_directory = starting_policy(config, pools)
+        pools.wait_for_imports()
         with (
             rollout_plane(pools.client, pools.serving, run, config, model_directory, point) as plane,
             reward_pool(run, config) as autoscaler,
         ):
             if config.evaluation.before and point is None:
+                progress.say(f"evaluating: {config.evaluation.num_episodes} held-out episodes of each task family")
                 before = evaluate_plane(pools, run, config, version=0)
             for version in range(first, last):
                 plane.check()
@@ -68,6 +72,7 @@ def train(
                 report.iteration(row, autoscaler)
                 progress.iteration(row, autoscaler.num_replicas if autoscaler else 0)
             if config.evaluation.after:
+                progress.say("evaluating the last version")
                 after = evaluate_plane(pools, run, config, version=last)
     return report.finish(before, after, time.time() - started, progress)
 
