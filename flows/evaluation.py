@@ -52,12 +52,10 @@ def evaluate(
     point = ResumePoint(version=version, queue_state={"version": version})
     beside = run.beside("evaluation")
     beside.service_folder().put_json("config.json", config.model_dump(mode="json"))
-    with (
-        run_pools(config.pools, state_dir()) as pools,
-        rollout_plane(pools.client, pools.serving, beside, config, None, point),
-        reward_pool(beside, config),
-    ):
-        return evaluate_plane(pools, beside, config, version, greedy=greedy)
+    with run_pools(config.pools, state_dir()) as pools:
+        pools.wait_for_imports()
+        with rollout_plane(pools.client, pools.serving, beside, config, None, point), reward_pool(beside, config):
+            return evaluate_plane(pools, beside, config, version, greedy=greedy)
 
 
 def evaluate_plane(

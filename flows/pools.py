@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distributed import Client, Future
+from distributed import TimeoutError as DaskTimeoutError
 from prefect.settings import PREFECT_API_URL
 from prefect.task_runners import TaskRunner
 
 from flows.task_runner import PoolTaskRunner
+from resources.failures import DeadlineExceeded
 from resources.hardware import PoolsConfig, Role
 from resources.pools.cluster import open_pools
 from resources.pools.preflight import ServingClasses, check_pools
@@ -28,6 +31,8 @@ ROLE_MODULES: dict[Role, str] = {
     "control": "resources.rollout.group_queue",
 }
 """What the actors of a role import."""
+IMPORT_S = 120.0
+"""Longest wait for the imports of all workers, in seconds."""
 CONSOLE_LEVEL = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
 
 
@@ -38,12 +43,34 @@ class RunPools:
     client: Client
     serving: Mapping[str, str]
     """For each hardware class the class whose workers serve it."""
+    imports: Mapping[Role, list[Future[None]]] = field(default_factory=dict)
+    """What workers import ahead, by role."""
 
     @property
     def address(self) -> str:
         scheduler = self.client.scheduler
         assert scheduler is not None, "the client was closed"
         return str(scheduler.address)
+
+    def wait_for_imports(self, *roles: Role) -> None:
+        """Until the workers of these roles (default: all) have imported what they need.
+
+        To be called before anything else imports there: two threads that import transformers at once break its lazy
+        modules ("cannot import name ...").
+
+        Raises:
+            DeadlineExceeded: not within `IMPORT_S` seconds. What an import itself raises arrives as it is.
+        """
+        deadline = time.monotonic() + IMPORT_S
+        wanted: Iterable[Role] = roles or self.imports
+        for role in wanted:
+            for future in self.imports.get(role, []):
+                try:
+                    future.result(timeout=max(0.0, deadline - time.monotonic()))
+                except DaskTimeoutError as error:
+                    raise DeadlineExceeded(
+                        f"a worker with role {role} did not import {ROLE_MODULES[role]} within {IMPORT_S:g} s"
+                    ) from error
 
     def task_runner(self) -> TaskRunner[Any]:
         """A new runner for one flow: stages go to the class that their ``pool:<class>`` tag names."""
@@ -61,14 +88,29 @@ def run_pools(config: PoolsConfig, state: Path) -> Iterator[RunPools]:
     with open_pools(config, env=env, preload_modules=PRELOAD, log_path=logs / f"dask-{os.getpid()}.log") as client:
         checked = check_pools(client, config)
         ahead = _import_ahead(client, config, checked)
-        yield RunPools(client, checked.serving)
-        del ahead
+        yield RunPools(client, checked.serving, ahead)
 
 
-def _import_ahead(client: Client, config: PoolsConfig, checked: ServingClasses) -> list[Future[Any]]:
-    """Let workers import what their role needs (torch takes seconds) while the warm start still runs elsewhere."""
-    return [
-        client.submit(importlib.import_module, ROLE_MODULES[hardware_class.role], workers=[worker], pure=False)
-        for name, hardware_class in config.classes.items()
-        for worker in checked.workers_of(name)
-    ]
+def _import_ahead(client: Client, config: PoolsConfig, checked: ServingClasses) -> dict[Role, list[Future[None]]]:
+    """Let workers import what their roles need (torch takes seconds) while the driver still does other things."""
+    modules: dict[str, list[str]] = {}
+    workers: dict[Role, list[str]] = {}
+    for name, hardware_class in config.classes.items():
+        for worker in checked.workers_of(name):
+            module = ROLE_MODULES[hardware_class.role]
+            modules.setdefault(worker, [])
+            if module not in modules[worker]:
+                modules[worker].append(module)
+            workers.setdefault(hardware_class.role, []).append(worker)
+    # One call a worker, for one thread: see `RunPools.wait_for_imports`.
+    ahead = {
+        worker: client.submit(_import_all, names, workers=[worker], allow_other_workers=False, pure=False)
+        for worker, names in modules.items()
+    }
+    return {role: [ahead[worker] for worker in of_role] for role, of_role in workers.items()}
+
+
+def _import_all(names: list[str]) -> None:
+    # Returns nothing: a module that came back to the driver would be imported there.
+    for name in names:
+        importlib.import_module(name)

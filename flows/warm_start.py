@@ -34,6 +34,7 @@ def starting_policy(config: RunConfig, pools: RunPools) -> str:
     if config.warm_start is None:
         assert config.policy.model_directory is not None, "RunConfig refuses this combination"
         return config.policy.model_directory
+    pools.wait_for_imports("learner")
     return make_warm_start.with_options(task_runner=pools.task_runner())(config)["directory"]
 
 
