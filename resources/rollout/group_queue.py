@@ -97,14 +97,16 @@ class GroupQueue:
         self._reader = ResultReader(
             reward_results or (open_reward_results(store_url, run_id) if needs_pool else list), self._log
         )
-        self._score_due: dict[str, float] = {}
-        """When the score of each trajectory that awaits one is overdue."""
+        self._score_due: dict[str, tuple[float, str]] = {}
+        """When the score of each trajectory that awaits one is overdue, and the trajectory's family."""
         for trajectory_id in self._gate.awaiting_score():
             self._expect_score(trajectory_id, self._gate.seats[trajectory_id][0].family)
         self._last_batch: Batch | None = None
         self._failure: str | None = None
         self._no_signal: NoSignal | None = None
         self._last_progress = clock()
+        self._last_failures: dict[str, str] = {}
+        """What was last wrong in each family that ever failed."""
         self._changed = asyncio.Event()
         self._worker_wakes: dict[str, asyncio.Event] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -170,6 +172,7 @@ class GroupQueue:
             self._dispatcher.note_outcome(done.family, failed, self._clock())
             if failed:
                 self._log(f"{done.trajectory_id} failed ({done.failure}): {done.failure_message}")
+                self._last_failures[done.family] = done.failure_message
         if self._lane.owns(done.trajectory_id):
             self._add_again(self._lane.done(done))
             self._wake_all()
@@ -237,7 +240,7 @@ class GroupQueue:
                 self._check_usable()
                 waited = self._clock() - start
                 if waited >= evaluate_timeout_s:
-                    missing = describe_missing_episodes(evaluation, self._dispatcher)
+                    missing = describe_missing_episodes(evaluation, self._dispatcher, self._last_failures)
                     raise DeadlineExceeded(f"the evaluation is not complete after {waited:.0f} s: {missing}")
                 await _happens(self._changed, min(evaluate_timeout_s - waited, 1.0))
         finally:
@@ -248,8 +251,7 @@ class GroupQueue:
 
     async def stats(self) -> dict[str, Any]:
         """JSON-able figures; ``log_records`` holds what is new since the last call."""
-        log_records, now = list(self._log_records), self._clock()
-        self._log_records.clear()
+        log_records, now = await self.take_log(), self._clock()
         return {
             "version": self._gate.version,
             "next_batch": self._gate.next_batch,
@@ -278,6 +280,12 @@ class GroupQueue:
             "log_records": log_records,
         }
 
+    async def take_log(self) -> list[str]:
+        """Lines for people since the last call."""
+        lines = list(self._log_records)
+        self._log_records.clear()
+        return lines
+
     async def snapshot(self) -> dict[str, Any]:
         """JSON-able state for a resume: cursors, open and unconsumed groups, counters."""
         return self._gate.snapshot()
@@ -299,23 +307,27 @@ class GroupQueue:
         now = self._clock()
         for worker_id in self._dispatcher.silent(now):
             self._lose_worker(worker_id, f"not heard of for {self._config.worker_timeout_s:g} s")
-        for trajectory_id in [key for key, due in self._score_due.items() if due <= now]:
-            del self._score_due[trajectory_id]
+        for trajectory_id in [key for key, (due, _) in self._score_due.items() if due <= now]:
+            _, family = self._score_due.pop(trajectory_id)
             message = (
                 f"no score of {trajectory_id} came within its deadline and {self._config.score_grace_s:g} s of grace"
             )
             self._log(message)
+            self._last_failures[family] = message
             if self._lane.awaits_score(trajectory_id):
-                self._take_score(Score(trajectory_id, "", "", None, failure_message=message))
+                self._take_score(Score(trajectory_id, "", "", None))
             else:
                 self._apply(ScoreOverdue(trajectory_id, message))
         if self._dispatcher.release(now):
             self._wake_all()
 
     def _take_score(self, score: Score) -> None:
-        self._score_due.pop(score.trajectory_id, None)
-        if score.failure_message:
+        due = self._score_due.pop(score.trajectory_id, None)
+        # A verdict may have a message too (what the tests said): only what has no reward is no verdict.
+        if score.reward is None and score.failure_message:
             self._log(f"{score.trajectory_id} was not scored: {score.failure_message}")
+            if due is not None:
+                self._last_failures[due[1]] = score.failure_message
         if self._lane.awaits_score(score.trajectory_id):
             self._add_again(self._lane.scored(score))
             self._wake_all()
@@ -326,9 +338,8 @@ class GroupQueue:
         return self._lane.awaits_score(trajectory_id) or self._gate.awaits_score(trajectory_id)
 
     def _expect_score(self, trajectory_id: str, family: str) -> None:
-        self._score_due[trajectory_id] = (
-            self._clock() + self._families[family].score_deadline_s + self._config.score_grace_s
-        )
+        due = self._clock() + self._families[family].score_deadline_s + self._config.score_grace_s
+        self._score_due[trajectory_id] = (due, family)
 
     def _lose_worker(self, worker_id: str, reason: str) -> None:
         lost = self._dispatcher.remove_worker(worker_id)
@@ -353,7 +364,7 @@ class GroupQueue:
         events = [event]
         while events:
             event = events.pop()
-            if isinstance(event, (MemberDone, ScoreArrived)):
+            if _is_progress(event):
                 self._last_progress = self._clock()
             for decision in self._gate.handle(event):
                 match decision:
@@ -386,7 +397,7 @@ class GroupQueue:
             self._dispatcher.add(assignment, "eval", self._clock())
 
     def _missing(self) -> str:
-        return describe_missing_batch(self._gate, self._dispatcher)
+        return describe_missing_batch(self._gate, self._dispatcher, self._last_failures)
 
     def _check_usable(self) -> None:
         if self._closing:
@@ -430,6 +441,16 @@ class GroupQueue:
             if self._score_due:
                 for score in await self._reader.read():
                     self._take_score(score)
+
+
+def _is_progress(event: Event) -> bool:
+    """Whether something was played or scored. Failures are none: what always fails must not look alive for ever."""
+    match event:
+        case MemberDone(done):
+            return done.failure is None or done.failure.is_scored
+        case ScoreArrived(score):
+            return score.reward is not None
+    return False
 
 
 async def _happens(event: asyncio.Event, timeout_s: float) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from resources.rollout.dispatch import Dispatcher
 from resources.rollout.evaluation_lane import Evaluation
 from resources.rollout.group_state import Group, MemberState
@@ -11,8 +13,9 @@ NUM_NAMED_MEMBERS = 4
 NUM_NAMED_GROUPS = 3
 
 
-def describe_missing_batch(gate: StalenessGate, dispatcher: Dispatcher) -> str:
-    """One line: for each family that lacks groups, the groups nearest to completion and what their members wait for."""
+def describe_missing_batch(gate: StalenessGate, dispatcher: Dispatcher, last_failures: Mapping[str, str]) -> str:
+    """One line: for each family that lacks groups, the groups nearest to completion, what their members wait for, and
+    what went wrong last (``last_failures`` by family)."""
     parts = []
     for name, number in gate.missing().items():
         family = gate.families[name]
@@ -25,6 +28,8 @@ def describe_missing_batch(gate: StalenessGate, dispatcher: Dispatcher) -> str:
         failed = sum(count for key, count in family.counts.items() if key.startswith("failed."))
         if failed:
             text += f"; {failed} members have failed so far"
+        if name in last_failures:
+            text += f", the last one: {last_failures[name]}"
         parts.append(text)
     return " | ".join(parts) or "nothing: every family has its groups"
 
@@ -41,10 +46,12 @@ def _describe_group(gate: StalenessGate, dispatcher: Dispatcher, group: Group) -
     return f"{group.group_id}: {', '.join(named)}{more}"
 
 
-def describe_missing_episodes(evaluation: Evaluation, dispatcher: Dispatcher) -> str:
+def describe_missing_episodes(evaluation: Evaluation, dispatcher: Dispatcher, last_failures: Mapping[str, str]) -> str:
     missing = evaluation.missing()
     named = []
     for episode in missing[:NUM_NAMED_MEMBERS]:
         stage = "waits for its reward" if episode.awaits_score else dispatcher.stage_of(evaluation.id_of(episode))
         named.append(f"{episode.group_id} (attempt {episode.attempt}) {stage}")
-    return f"{len(missing)} of {len(evaluation.episodes)} episodes are missing: {'; '.join(named)}"
+    failures = [f"last failure of {name}: {message}" for name, message in last_failures.items()]
+    text = f"{len(missing)} of {len(evaluation.episodes)} episodes are missing: "
+    return text + "; ".join([*named, *failures])

@@ -8,6 +8,7 @@ from prefect import get_run_logger, task
 
 from resources.pools.actors import call_sync
 from resources.pools.registry import lookup_sync
+from resources.rollout.log_forwarding import forwarded_log
 from resources.rollout.messages import BatchGroup
 from resources.runs import RunRef, evaluation_key
 from tasks.evaluation.success import success_by_family
@@ -23,15 +24,17 @@ def evaluate_version(
 
     Writes ``evaluations/<version>.json`` and returns it: success and its standard error by family, and the mean.
     """
-    groups: list[BatchGroup] = call_sync(
-        lookup_sync(run.service_id).queue,
-        "evaluate",
-        num_episodes,
-        seed,
-        greedy=greedy,
-        evaluate_timeout_s=timeout_s,
-        timeout_s=timeout_s + GRACE_S,
-    )
+    queue = lookup_sync(run.service_id).queue
+    with forwarded_log(queue, get_run_logger().warning):
+        groups: list[BatchGroup] = call_sync(
+            queue,
+            "evaluate",
+            num_episodes,
+            seed,
+            greedy=greedy,
+            evaluate_timeout_s=timeout_s,
+            timeout_s=timeout_s + GRACE_S,
+        )
     result = {"version": version, "greedy": greedy, **success_by_family(groups)}
     run.folder().put_json(evaluation_key(version), result)
     get_run_logger().info("version %d: success %s, mean %.3f", version, result["success"], result["mean"])

@@ -9,6 +9,7 @@ from prefect import get_run_logger, task
 
 from resources.pools.actors import call_sync
 from resources.pools.registry import lookup_sync
+from resources.rollout.log_forwarding import forwarded_log
 from resources.rollout.messages import Batch
 from resources.runs import RunRef
 from resources.trajectories.batch import write_batch
@@ -25,13 +26,9 @@ def collect(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
     Raises DeadlineExceeded after ``timeout_s`` seconds, naming what is missing.
     """
     started = time.perf_counter()
-    batch: Batch = call_sync(
-        lookup_sync(run.service_id).queue,
-        "collect",
-        version,
-        collect_timeout_s=timeout_s,
-        timeout_s=timeout_s + GRACE_S,
-    )
+    queue = lookup_sync(run.service_id).queue
+    with forwarded_log(queue, get_run_logger().warning):
+        batch: Batch = call_sync(queue, "collect", version, collect_timeout_s=timeout_s, timeout_s=timeout_s + GRACE_S)
     waited_s = time.perf_counter() - started
     write_batch(run.root(), batch)
     get_run_logger().info(

@@ -481,3 +481,45 @@ def test_a_wait_ends_with_the_reason_when_a_supervisor_says_that_nothing_can_com
         await queue.close()
 
     asyncio.run(scenario())
+
+
+def test_what_always_fails_is_a_stall_that_names_the_failure():
+    """Failures are no progress: the wait ends after stall_limit_s, not only when its own time is over."""
+    clock = ManualClock()
+
+    async def main():
+        queue = make_queue(clock=clock, stall_after_s=5.0, stall_limit_s=20.0, breaker_failures=1000)
+        worker = ScriptedWorker(queue, play=broken)
+        waiting = asyncio.create_task(queue.collect(0, 900.0))
+        for _ in range(30):
+            clock.now += 1.0
+            await worker.step()
+            queue.tick()
+            await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceeded, match="nothing was scored for .* s: .* the last one: lake is dry"):
+            await asyncio.wait_for(waiting, 5)
+        assert any("failed (environment): lake is dry" in line for line in await queue.take_log())
+        assert await queue.take_log() == []
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_a_verdict_with_a_message_is_not_called_unscored():
+    """The unit tests' scorer says why the tests failed; the trajectory is scored 0 all the same."""
+    scores: list[Score] = []
+
+    def play(assignment: Assignment) -> TrajectoryDone:
+        message = "expected 3, got 4"
+        scores.append(
+            Score(assignment.trajectory_id, "unit_tests", "1", float(assignment.member), failure_message=message)
+        )
+        return played(assignment, awaits_score=True)
+
+    async def driver(queue):
+        batch = await queue.collect(0, 5.0)
+        return batch, await queue.take_log()
+
+    _, (batch, lines) = run_with_worker(make_queue(pool_families(), scores=scores), driver, play=play)
+    assert [member.reward for member in batch.groups[0].members] == [0.0, 1.0]
+    assert not [line for line in lines if "expected 3" in line]
