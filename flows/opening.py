@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flows.combinations import check_combinations
 from flows.config import RunConfig, with_overrides
 from resources.environments.registry import make_environment
 from resources.object_store import ObjectStore
@@ -34,7 +35,8 @@ def composed(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfi
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raises ValueError, naming the field, for what cannot work: store, model directory, environments, scorers."""
+    """Raises ValueError, naming the field, for what cannot work: store, model directory, environments, scorers,
+    and settings that do not go together."""
     ObjectStore.open(config.store).check_writable()
     if config.policy.model_directory is not None:
         check_policy_directory(config.policy.model_directory)
@@ -44,6 +46,7 @@ def check_inputs(config: RunConfig) -> None:
             resolve_scorer(family.scorer, family.scorer_arguments)
         except ValueError as error:
             raise ValueError(f"families.{name}: {error}") from error
+    check_combinations(config)
 
 
 def needs_reward_pool(config: RunConfig) -> bool:

@@ -1,0 +1,96 @@
+"""Which settings cannot work together? Each is valid by itself; together they would train on nothing, or never end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from flows.config import RunConfig
+from resources.engines.base import SamplingParams
+from resources.engines.config import check_sampling
+from resources.environments.family import FamilyConfig
+from resources.rollout.policy_files import read_context_length
+
+_FAMILY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_RESERVED_NAMES = ("mean",)
+"""Keys of the summary beside the families."""
+VERDICTS = {
+    "frozen_lake": ("environment",),
+    "guess_number": ("environment",),
+    "calculator": ("exact_answer",),
+    "code_repair": ("unit_tests",),
+}
+"""Who can judge each built-in environment: itself, or the scorer that its judgement is made for."""
+
+
+def check_combinations(config: RunConfig) -> None:
+    """Raises ValueError, naming the fields, their values and the remedy."""
+    context_length = _context_length(config)
+    for name, family in config.families.items():
+        _check_name(name)
+        _check_verdict(name, family)
+        _check_signal(name, family, config)
+        try:
+            check_sampling(SamplingParams(family.temperature, family.top_p, family.top_k, family.max_new_tokens))
+        except ValueError as error:
+            raise ValueError(f"families.{name}: {error}") from error
+        if family.max_new_tokens >= context_length:
+            raise ValueError(
+                f"families.{name}.max_new_tokens is {family.max_new_tokens}, and a trajectory has room for "
+                f"{context_length} tokens in all; lower it, or raise engine.context_length (or policy.context_length)"
+            )
+    _check_embedded_workers(config)
+
+
+def _context_length(config: RunConfig) -> int:
+    """Tokens of a trajectory, at most."""
+    directory = config.policy.model_directory
+    built_for = config.policy.context_length if directory is None else read_context_length(Path(directory))
+    wanted = config.engine.context_length
+    if wanted is not None and wanted > built_for:
+        raise ValueError(
+            f"engine.context_length is {wanted}, but the policy is built for {built_for} tokens; lower it"
+            + (", or raise policy.context_length" if directory is None else ", or leave it out")
+        )
+    return wanted or built_for
+
+
+def _check_name(name: str) -> None:
+    if not _FAMILY_NAME.fullmatch(name) or name in _RESERVED_NAMES:
+        raise ValueError(
+            f"families has the name {name!r}; allowed are 1 to 64 letters, digits, '_', '.' and '-', starting with a "
+            f"letter or digit, and not {', '.join(map(repr, _RESERVED_NAMES))}"
+        )
+
+
+def _check_verdict(name: str, family: FamilyConfig) -> None:
+    """A scorer that gets nothing to judge leaves every trajectory unscored; an environment that leaves the verdict to a
+    scorer, judged by itself, gives every trajectory the same 0."""
+    fitting = VERDICTS.get(family.environment)
+    if fitting is None or family.scorer in fitting or ":" in family.scorer:
+        return
+    raise ValueError(
+        f"families.{name}.scorer is {family.scorer!r}, which cannot judge environment {family.environment!r}; "
+        f"set it to {' or '.join(map(repr, fitting))}, or to a scorer of your own ('package.module:Class')"
+    )
+
+
+def _check_signal(name: str, family: FamilyConfig, config: RunConfig) -> None:
+    if family.group_size < 2 and config.training.advantage.estimator == "grpo":
+        raise ValueError(
+            f"families.{name}.group_size is {family.group_size}, but training.advantage.estimator 'grpo' compares the "
+            "members of a group with each other: nothing would ever be learned; set group_size to 2 or more"
+        )
+
+
+def _check_embedded_workers(config: RunConfig) -> None:
+    """A standing cluster says itself who is there; an embedded one has what is written here."""
+    if config.pools.address is not None:
+        return
+    classes = config.pools.classes
+    for name, hardware_class in classes.items():
+        if not any(classes[each].num_workers for each in (name, *hardware_class.fallback)):
+            raise ValueError(
+                f"pools.classes.{name}.num_workers is 0 and no fallback of it has workers: nobody would do the work "
+                f"of role {hardware_class.role!r}; set num_workers to 1 or more, or name a fallback that has workers"
+            )

@@ -1,0 +1,77 @@
+"""Settings that are valid by themselves and cannot work together are refused, with the remedy, at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.combinations import VERDICTS, check_combinations
+from flows.config import RunConfig, load_run_file, with_overrides
+from resources.environments.registry import BUILT_IN
+
+LAKE = "families.frozen_lake"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a group of one under grpo": (
+        {f"{LAKE}.group_size": 1},
+        r"frozen_lake.group_size is 1, .* 'grpo' .* set group_size to 2 or more",
+    ),
+    "nucleus sampling": ({f"{LAKE}.top_p": 0.9}, r"families.frozen_lake: top_p is 0.9; only 1.0 is allowed"),
+    "top-k sampling": ({f"{LAKE}.top_k": 5}, r"families.frozen_lake: top_k is 5; only 0"),
+    "nothing to judge": (
+        {f"{LAKE}.scorer": "exact_answer"},
+        r"frozen_lake.scorer is 'exact_answer', which cannot judge .* set it to 'environment'",
+    ),
+    "nobody judges": ({"families.calculator.scorer": "environment"}, r"calculator.scorer .* set it to 'exact_answer'"),
+    "the other pool scorer": ({"families.code_repair.scorer": "exact_answer"}, r"set it to 'unit_tests'"),
+    "a turn as long as the context": (
+        {f"{LAKE}.max_new_tokens": 64, "engine.context_length": 64},
+        r"frozen_lake.max_new_tokens is 64, .* room for 64 tokens",
+    ),
+    "a context beyond the model's": (
+        {"engine.context_length": 1024},
+        r"engine.context_length is 1024, but the policy is built for 512 tokens",
+    ),
+    "a family that hides the mean": (
+        {"families": {"mean": {"environment": "guess_number", "hardware_class": "compute"}}},
+        r"families has the name 'mean'",
+    ),
+    "a family that is a path": (
+        {"families": {"a/b": {"environment": "guess_number", "hardware_class": "compute"}}},
+        r"families has the name 'a/b'",
+    ),
+    "a class without workers": (
+        {"pools.classes.compute.num_workers": 0, "pools.classes.compute.fallback": []},
+        r"pools.classes.compute.num_workers is 0 and no fallback",
+    ),
+    "fallbacks without workers": (
+        {"pools.classes.compute.num_workers": 0, "pools.classes.bandwidth.num_workers": 0},
+        r"pools.classes.compute.num_workers is 0 and no fallback",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused(case: str) -> None:
+    overrides, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        check_combinations(with_overrides(RunConfig(), overrides))
+
+
+def test_what_works_is_let_through() -> None:
+    check_combinations(RunConfig())
+    check_combinations(with_overrides(RunConfig(), {"pools.classes.compute.num_workers": 0}))  # bandwidth stands in
+    standing = {"pools.classes.learner.num_workers": 0, "pools.address": "tcp://127.0.0.1:8786"}
+    check_combinations(with_overrides(RunConfig(), standing))
+    own = {"families.calculator.scorer": "my.package:Scorer"}
+    check_combinations(with_overrides(RunConfig(), own))
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "examples").glob("*/run.yaml")), ids=lambda path: path.parent.name)
+def test_the_examples_work(path: Path) -> None:
+    check_combinations(load_run_file(path))
+
+
+def test_every_built_in_environment_names_its_judge() -> None:
+    assert VERDICTS.keys() == BUILT_IN.keys()
