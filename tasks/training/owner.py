@@ -104,3 +104,10 @@ class LearnerActor:
             version = int(key.split("/")[1].removeprefix("v"))
             if version <= self.version - self.checkpoint_keep and version not in protected:
                 self.folder.delete(key)
+                self._drop_if_empty(self._checkpoint(version))
+
+    def _drop_if_empty(self, prefix: str) -> None:
+        # On a local store a folder outlives its files, and each would be listed in every iteration to come.
+        local = self.folder.local_path(prefix)
+        if local is not None and local.is_dir() and not any(local.iterdir()):
+            local.rmdir()

@@ -12,6 +12,7 @@ from flows.config import RunConfig, load_run_file, with_overrides
 from resources.environments.registry import BUILT_IN
 
 LAKE = "families.frozen_lake"
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*/run.yaml"))
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a group of one under grpo": (
         {f"{LAKE}.group_size": 1},
@@ -68,7 +69,7 @@ def test_what_works_is_let_through() -> None:
     check_combinations(with_overrides(RunConfig(), own))
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "examples").glob("*/run.yaml")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
 def test_the_examples_work(path: Path) -> None:
     check_combinations(load_run_file(path))
 
