@@ -123,3 +123,5 @@ def build_engine(
             from resources.engines.local import LocalEngine
 
             return LocalEngine(name, hardware_class, weights, version, config, device=device, threads=threads)
+        case other:
+            raise AssertionError(f"EngineConfig lets back end {other!r} pass, and nobody builds it")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from resources.engines.base import SamplingParams
+
+BACKENDS = ("local",)
 
 
 class EngineConfig(BaseModel):
     """One generation engine; every engine of a run is built from the same configuration."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    backend: Literal["local"] = "local"
+    backend: str = "local"
     """``local``: torch, continuous batching with a KV cache per slot."""
     num_slots: int = Field(default=64, ge=1, le=4096)
     """Histories whose KV is kept, and requests that run at once. Further requests wait in order of arrival."""
@@ -48,3 +50,10 @@ def check_sampling(sampling: SamplingParams) -> None:
         )
     if sampling.max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}; it must be 0 or more")
+
+    @field_validator("backend")
+    @classmethod
+    def _backend_is_known(cls, value: str) -> str:
+        if value not in BACKENDS:
+            raise ValueError(f"engine.backend is {value!r}; allowed: {list(BACKENDS)}")
+        return value

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class FamilyConfig(BaseModel):
     """One task family: an environment, a reward, the class its generation runs on, and its share of each batch."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     environment: str
     """Name of a built-in environment (``frozen_lake``, ``calculator``, ``guess_number``, ``code_repair``) or an import

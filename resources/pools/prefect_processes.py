@@ -38,6 +38,9 @@ def server_command(layout: StackLayout, port: int) -> ChildCommand:
     """The Prefect server, with its database in the state folder unless the environment names another one."""
     env = _without_client_settings(os.environ)
     env |= {"PREFECT_HOME": str(layout.prefect_home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    # Otherwise the UI asks the default port for its data. A relative address follows whatever name a browser uses.
+    env.setdefault("PREFECT_SERVER_UI_API_URL", "/api")
+    env.setdefault("PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT", "false")
     env.setdefault("PREFECT_API_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{layout.database}")
     command = (sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port))
     return ChildCommand("prefect-server", command, env)

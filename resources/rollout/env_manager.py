@@ -144,7 +144,7 @@ class EnvManager:
     def _open_environment(self) -> Environment:
         try:
             self._environment = self._services.make_environment(self.assignment.family, self._config)
-        except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything
+        except Exception as error:
             raise EnvironmentFailure(
                 f"{self.assignment.family}: the environment could not be made ({type(error).__name__}: {error})"
             ) from error
@@ -237,7 +237,7 @@ class EnvManager:
         assert self._environment is not None
         try:
             self.judgement = self._environment.judgement()
-        except Exception as error:  # noqa: BLE001 - a user's code; without its payload the trajectory is unscored
+        except Exception as error:
             raise EnvironmentFailure(
                 f"{self.assignment.family}: judgement raised {type(error).__name__}: {error}"
             ) from error

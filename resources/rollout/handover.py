@@ -127,7 +127,7 @@ class Handover:
                 score = await asyncio.to_thread(scorer.score, self._request(scorer, manager, trajectory))
         except TimeoutError:
             raise RewardFailure(f"scorer {scorer.name!r} did not judge within {deadline_s:g} s") from None
-        except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; the trajectory is then unscored
+        except Exception as error:
             raise RewardFailure(f"scorer {scorer.name!r} raised {type(error).__name__}: {error}") from error
         if score.reward is None:
             raise RewardFailure(f"scorer {scorer.name!r}: {score.failure_message or 'gave no reward'}")

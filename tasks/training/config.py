@@ -12,7 +12,7 @@ from tasks.training.plugins import ESTIMATORS, LOSSES, NORMALISERS, check_name
 class AdvantageConfig(BaseModel):
     """Which advantage estimator turns rewards into advantages."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     estimator: str = "grpo"
     """``grpo``, or an import path ``package.module:Class`` (built with this object as its only argument)."""
@@ -33,7 +33,7 @@ class AdvantageConfig(BaseModel):
 class LossConfig(BaseModel):
     """Which token loss is minimised."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str = "ppo_clip"
     """``ppo_clip``: ratio of current to behaviour policy, clipped. ``decoupled``: ratio of current to proximal policy
@@ -60,7 +60,7 @@ class LossConfig(BaseModel):
 class OptimizerConfig(BaseModel):
     """AdamW and its learning-rate schedule (by update, not by optimizer step)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
@@ -91,7 +91,7 @@ class OptimizerConfig(BaseModel):
 class TrainingConfig(BaseModel):
     """One update: advantages, loss, denominators, optimizer steps, micro-batches."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
