@@ -20,6 +20,8 @@ def create_tiny_policy(directory: str | Path, config: PolicyConfig, corpus: Iter
     from safetensors.torch import save_file
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+    from resources.policy.initialisation import initialise
+
     tokenizer: Any = train_tokenizer(
         corpus,
         vocab_size=config.vocab_size,
@@ -43,6 +45,7 @@ def create_tiny_policy(directory: str | Path, config: PolicyConfig, corpus: Iter
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(layout)
+        initialise(model)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     layout.architectures = ["Qwen3ForCausalLM"]

@@ -8,20 +8,22 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 class WarmStartConfig(BaseModel):
     """Short supervised training on episodes that a noisy expert plays; its loss is on action tokens only."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    num_steps: int = Field(default=220, ge=1)
-    """Optimizer steps."""
+    num_steps: int = Field(default=300, ge=1)
+    """Optimizer steps. Many steps of few episodes teach copying sooner than few steps of many."""
     episodes_per_step: dict[str, int] = Field(
-        default_factory=lambda: {"frozen_lake": 6, "guess_number": 8, "calculator": 20, "code_repair": 12}
+        default_factory=lambda: {"frozen_lake": 3, "guess_number": 4, "calculator": 10, "code_repair": 6}
     )
     """Fresh episodes of each step, by family name. 0 leaves a family out."""
-    default_episodes_per_step: int = Field(default=8, ge=0)
+    default_episodes_per_step: int = Field(default=4, ge=0)
     """For families that ``episodes_per_step`` does not name. Set it to 0 for families without a scripted expert."""
     p_random: dict[str, float] = Field(
-        default_factory=lambda: {"frozen_lake": 0.5, "guess_number": 0.6, "calculator": 0.3, "code_repair": 0.5}
+        default_factory=lambda: {"frozen_lake": 0.5, "guess_number": 0.6, "calculator": 0.2, "code_repair": 0.5}
     )
-    """Probability that an action is a random valid one instead of the expert's, by family name: what is left for RL."""
+    """Probability that an action is a random valid one instead of the expert's, by family name: what is left for RL.
+    Low for the calculator, whose actions are copied digit by digit: a policy that takes some of them for random ones may
+    leave the expression at every digit."""
     default_p_random: float = Field(default=0.5, ge=0, le=1)
     """For families that ``p_random`` does not name."""
     learning_rate: float = Field(default=1.5e-3, gt=0)

@@ -12,7 +12,7 @@ from resources.environments.registry import instantiate
 from resources.policy.config import PolicyConfig
 from tasks.warm_start.config import WarmStartConfig
 
-CODE_VERSION = "1"
+CODE_VERSION = "2"
 """Raise it when a change of this stage, of the packing or of the chat format changes what the same settings give.
 Environments carry versions of their own."""
 

@@ -69,27 +69,59 @@ class ExpertEpisodes:
         )
 
 
-def encode_episode(messages: Sequence[Message], chat: ChatFormat, context_length: int) -> PackableSequence:
-    """One row: opening, then action and stop token (trained), then the continuation up to the next action, and so on.
+class EpisodeEncoder:
+    """Turns episodes into rows. Texts come again and again (actions, feedback), so each is encoded once."""
 
-    Cut at ``context_length`` tokens. Raises ValueError when the messages do not begin with context.
-    """
-    first_action = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    ids = [chat.opening(messages[:first_action])]
-    trained = [np.zeros(len(ids[0]), np.bool_)]
-    observation: list[Message] = []
-    stop = chat.stop_token_ids[0]
-    for position in range(first_action, len(messages)):
-        message = messages[position]
-        if message["role"] != "assistant":
-            observation.append(message)
-            continue
-        if position > first_action:
-            context = chat.continuation(observation, stop)
-            ids.append(context)
-            trained.append(np.zeros(len(context), np.bool_))
-            observation = []
-        action = chat.tokenizer.encode(message["content"], add_special_tokens=False)
-        ids.append(np.array([*action, stop], np.int32))
-        trained.append(np.ones(len(action) + 1, np.bool_))
-    return PackableSequence(np.concatenate(ids)[:context_length], np.concatenate(trained)[:context_length])
+    def __init__(self, chat: ChatFormat, context_length: int) -> None:
+        self._chat = chat
+        self._context_length = context_length
+        self._actions: dict[str, np.ndarray] = {}
+        self._openings: dict[tuple[tuple[str, str], ...], np.ndarray] = {}
+        self._continuations: dict[tuple[tuple[str, str], ...], np.ndarray] = {}
+
+    def encode(self, messages: Sequence[Message]) -> PackableSequence:
+        """One row: opening, then action and stop token (trained), then the continuation up to the next action, and so
+        on.
+
+        Cut at ``context_length`` tokens. Raises ValueError when the messages do not begin with context.
+        """
+        context: list[Message] = []
+        ids: list[np.ndarray] = []
+        trained: list[np.ndarray] = []
+        for message in messages:
+            if message["role"] != "assistant":
+                context.append(message)
+                continue
+            read = self._continuation(context) if ids else self._opening(context)
+            action = self._action(message["content"])
+            ids += [read, action]
+            trained += [np.zeros(len(read), np.bool_), np.ones(len(action), np.bool_)]
+            context = []
+        if not ids:
+            ids = [self._opening(context)]
+            trained = [np.zeros(len(ids[0]), np.bool_)]
+        return PackableSequence(
+            np.concatenate(ids)[: self._context_length], np.concatenate(trained)[: self._context_length]
+        )
+
+    def _opening(self, messages: list[Message]) -> np.ndarray:
+        key = _key(messages)
+        if key not in self._openings:
+            self._openings[key] = self._chat.opening(messages)
+        return self._openings[key]
+
+    def _continuation(self, observation: list[Message]) -> np.ndarray:
+        key = _key(observation)
+        if key not in self._continuations:
+            self._continuations[key] = self._chat.continuation(observation, self._chat.stop_token_ids[0])
+        return self._continuations[key]
+
+    def _action(self, text: str) -> np.ndarray:
+        if text not in self._actions:
+            ids = self._chat.tokenizer.encode(text, add_special_tokens=False)
+            self._actions[text] = np.array([*ids, self._chat.stop_token_ids[0]], np.int32)
+        return self._actions[text]
+
+
+def _key(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in messages)

@@ -24,7 +24,7 @@ from tasks.warm_start.artifact import publish_warm_start
 from tasks.warm_start.cloning import BehaviourCloning
 from tasks.warm_start.config import WarmStartConfig
 from tasks.warm_start.digest import warm_start_digest
-from tasks.warm_start.episodes import ExpertEpisodes, encode_episode
+from tasks.warm_start.episodes import EpisodeEncoder, ExpertEpisodes
 
 LAST_STEPS = 20
 """The reported loss is the mean over this many last steps."""
@@ -79,7 +79,7 @@ def train_warm_start(
             source = create_tiny_policy(Path(temporary) / "untrained", policy, corpus, seed)
         else:
             source = Path(policy.model_directory)
-        chat = ChatFormat.from_directory(source)
+        encoder = EpisodeEncoder(ChatFormat.from_directory(source), policy.context_length)
         model = load_policy(source, "packed", device)
         cloning = BehaviourCloning(model, config, device)
         losses: list[float] = []
@@ -90,7 +90,7 @@ def train_warm_start(
         for step in range(config.num_steps):
             step_started = time.perf_counter()
             batch = runner.run(episodes.step())
-            sequences = [encode_episode(e.transcript.messages, chat, policy.context_length) for e in batch]
+            sequences = [encoder.encode(episode.transcript.messages) for episode in batch]
             episodes_s += time.perf_counter() - step_started
             played.update(episode.family for episode in batch)
             solved.update(episode.family for episode in batch if episode.transcript.success)

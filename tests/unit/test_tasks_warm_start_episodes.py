@@ -13,7 +13,7 @@ from resources.policy.chat_format import ChatFormat
 from resources.policy.config import PolicyConfig
 from resources.policy.tiny import create_tiny_policy
 from tasks.warm_start.config import WarmStartConfig
-from tasks.warm_start.episodes import ExpertEpisodes, encode_episode
+from tasks.warm_start.episodes import EpisodeEncoder, ExpertEpisodes
 
 GUESS = {"guess_number": FamilyConfig(environment="guess_number", hardware_class="bandwidth")}
 MESSAGES = [
@@ -33,7 +33,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
 
 
 def test_actions_with_their_stop_token_are_trained_and_nothing_else(chat: ChatFormat) -> None:
-    row = encode_episode(MESSAGES, chat, 512)
+    row = EpisodeEncoder(chat, 512).encode(MESSAGES)
     trained = [int(token) for token in row.token_ids[row.trained]]
     stop = chat.stop_token_ids[0]
     expected = []
@@ -45,7 +45,7 @@ def test_actions_with_their_stop_token_are_trained_and_nothing_else(chat: ChatFo
 
 def test_the_row_is_what_a_rollout_appends_turn_by_turn(chat: ChatFormat) -> None:
     """M17: opening, sampled ids, continuation after the stop token, sampled ids."""
-    row = encode_episode(MESSAGES, chat, 512)
+    row = EpisodeEncoder(chat, 512).encode(MESSAGES)
     stop = chat.stop_token_ids[0]
     first = [*chat.tokenizer.encode("<answer>4</answer>", add_special_tokens=False), stop]
     second = [*chat.tokenizer.encode("<answer>6</answer>", add_special_tokens=False), stop]
@@ -54,7 +54,7 @@ def test_the_row_is_what_a_rollout_appends_turn_by_turn(chat: ChatFormat) -> Non
 
 
 def test_a_long_episode_is_cut_at_the_context(chat: ChatFormat) -> None:
-    row = encode_episode(MESSAGES, chat, 20)
+    row = EpisodeEncoder(chat, 20).encode(MESSAGES)
     assert len(row.token_ids) == len(row.trained) == 20
 
 
