@@ -62,11 +62,13 @@ def dask_settings(no_workers_timeout_s: float) -> dict[str, Any]:
     """Dask configuration that must hold before the scheduler and the nannies start.
 
     A task whose worker died fails at once instead of running again behind Prefect's back; a task whose class has lost
-    its workers fails after a while instead of waiting for ever; worker processes may have children.
+    its workers fails after a while instead of waiting for ever; worker processes may have children. Dask's own profiler
+    is off: it looks into every worker a hundred times a second, and keeps an hour of what it saw.
     """
     return {
         "distributed.scheduler.allowed-failures": 0,
         "distributed.scheduler.no-workers-timeout": f"{no_workers_timeout_s:g}s",
         "distributed.worker.daemon": False,
+        "distributed.worker.profile.enabled": False,
         "distributed.comm.timeouts.tcp": "30s",
     }

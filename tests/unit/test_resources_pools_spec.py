@@ -43,6 +43,11 @@ def test_a_lost_worker_is_an_error_not_a_silent_second_run() -> None:
     assert settings["distributed.worker.daemon"] is False
 
 
+def test_workers_are_not_profiled() -> None:
+    """An hour of Dask's profiles took hundreds of MB in the worker that runs most stages."""
+    assert dask_settings(30.0)["distributed.worker.profile.enabled"] is False
+
+
 def test_the_run_file_and_the_command_line_name_the_classes(tmp_path: Path) -> None:
     run_file = tmp_path / "run.yaml"
     run_file.write_text("seed: 1\npools:\n  start_timeout_s: 5\n")
