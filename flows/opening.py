@@ -10,6 +10,7 @@ from flows.config import RunConfig, with_overrides
 from resources.environments.registry import make_environment
 from resources.object_store import ObjectStore
 from resources.policy.directory import check_policy_directory
+from resources.rewards.liveness import RUN_HEARTBEAT, is_alive
 from resources.rewards.scorers.registry import resolve_scorer
 from resources.runs import (
     ResumePoint,
@@ -57,13 +58,15 @@ def needs_reward_pool(config: RunConfig) -> bool:
 def open_run(config: RunConfig, resume: str | None) -> tuple[RunRef, ResumePoint | None]:
     """A new run, or an existing one and where it goes on.
 
-    Raises ValueError when the run to resume is not there, is of another configuration, or has nothing left to do.
+    Raises ValueError when the run to resume is not there, is of another configuration, is running, or has nothing left
+    to do.
     """
     if resume is None:
         run = RunRef(run_id=new_run_id(config.name), store_url=config.store)
         create_run(run, config.model_dump(mode="json"))
         return run, None
     run = check_resume(config, resume)
+    _check_nobody_runs_it(run)
     point = resume_point(run)
     _forget_unrecorded_batches(run, point.version if point else 0)
     note_resume(run)
@@ -75,12 +78,27 @@ def check_resume(config: RunConfig, resume: str) -> RunRef:
     run = find_run(config.store, resume)
     _check_same(run, config.model_dump(mode="json"), run.folder().get_json("config.json"))
     done = iterations(run)
-    if done and done[-1] + 1 >= config.num_iterations:
+    if done and done[-1] + 1 >= config.num_iterations + (not _is_summed_up(run, done[-1] + 1)):
         raise ValueError(
             f"run {run.run_id} has {done[-1] + 1} iterations and num_iterations is {config.num_iterations}: nothing is "
             f"left to do; for 60 more set num_iterations to {done[-1] + 61}"
         )
     return run
+
+
+def _is_summed_up(run: RunRef, num_iterations: int) -> bool:
+    """Whether the run came to its end: one that was killed in its last evaluation has something left to do."""
+    folder = run.folder()
+    return folder.exists("summary.json") and folder.get_json("summary.json")["num_iterations"] == num_iterations
+
+
+def _check_nobody_runs_it(run: RunRef) -> None:
+    period_s = RunConfig.model_validate(run.folder().get_json("config.json")).rewards.heartbeat_s
+    if is_alive(run.root(), run.run_id, period_s):
+        raise ValueError(
+            f"run {run.run_id} is running: its sign of life {run.folder().uri(RUN_HEARTBEAT)} changes; wait for its "
+            "end, or stop it, before it is resumed"
+        )
 
 
 def _forget_unrecorded_batches(run: RunRef, version: int) -> None:

@@ -11,6 +11,7 @@ from flows.deployment import ensure_reward_deployment
 from flows.opening import needs_reward_pool
 from resources.rewards.autoscaler_thread import AutoscalerThread
 from resources.rewards.elastic_pool import elastic_pool
+from resources.rewards.liveness import RunHeartbeat
 from resources.rewards.scorers.arguments import write_scorer_arguments
 from resources.runs import RunRef
 from tasks.reward.launch import PrefectLauncher
@@ -26,11 +27,12 @@ END_HURRIED_S = 1.0
 def reward_pool(run: RunRef, config: RunConfig) -> Iterator[AutoscalerThread | None]:
     """Scale reward replicas with the backlog while the block lasts, and end them with it.
 
-    Yields None, and starts nothing, when no family is judged on the pool. Raises ValueError when the deployment, its
-    work pool or an online worker is missing.
+    Yields None, and gives only the run's sign of life, when no family is judged on the pool. Raises ValueError when the
+    deployment, its work pool or an online worker is missing.
     """
     if not needs_reward_pool(config):
-        yield None
+        with RunHeartbeat(run.root(), run.service_id, config.rewards.heartbeat_s):
+            yield None
         return
     # At staleness 0 nothing else would hide a replica's cold start.
     start_ahead = config.rewards.start_ahead or config.rollout.max_staleness == 0

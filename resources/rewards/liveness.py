@@ -51,7 +51,8 @@ class Watch:
         self._store = store
         self._key = key
         self._clock = clock
-        self._last: tuple[int, float] | None = None  # a restarted writer counts from 1 again, at another time
+        self.last_sign: tuple[int, float] | None = None
+        """Number and time of the last sign seen: a restarted writer counts from 1 again, at another time."""
         self._changed_at = clock()
         self.ended = False
 
@@ -63,10 +64,37 @@ class Watch:
         except KeyError:
             return now - self._changed_at
         self.ended = bool(sign["ended"])
-        if (sign["beat"], sign["at"]) != self._last:
-            self._last = (sign["beat"], sign["at"])
+        if (sign["beat"], sign["at"]) != self.last_sign:
+            self.last_sign = (sign["beat"], sign["at"])
             self._changed_at = now
         return now - self._changed_at
+
+
+def is_alive(
+    store: ObjectStore,
+    run_id: str,
+    period_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Whether somebody gives the run's sign of life now: looks at it for up to three of its periods.
+
+    Returns at once when there is no sign, or when it says that the run has ended.
+    """
+    watch = Watch(run_store(store, run_id), RUN_HEARTBEAT, clock)
+    watch.silent_s()
+    if watch.last_sign is None or watch.ended:
+        return False
+    first, start = watch.last_sign, clock()
+    while clock() - start < 3 * period_s:
+        sleep(period_s / 4)
+        watch.silent_s()
+        if watch.ended:
+            return False
+        if watch.last_sign != first:
+            return True
+    return False
 
 
 class RunHeartbeat:

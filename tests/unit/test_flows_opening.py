@@ -6,6 +6,7 @@ import pytest
 
 from flows.config import RunConfig
 from flows.opening import check_inputs, open_run
+from resources.rewards.liveness import RunHeartbeat
 from resources.runs import find_run, write_iteration
 
 
@@ -39,8 +40,35 @@ def test_a_resume_never_ends_at_once_with_nothing_done(config):
     """S10."""
     run, _ = open_run(config, None)
     finish(run, 59)
+    run.folder().put_json("summary.json", {"num_iterations": 60})
     with pytest.raises(ValueError, match=r"has 60 iterations .* for 60 more set num_iterations to 120"):
         open_run(config, run.run_id)
+
+
+def test_a_run_that_was_killed_in_its_last_evaluation_is_summed_up(config):
+    """All iterations are there and the summary is not: something is left to do. Also when an earlier end, of fewer
+    iterations, was summed up."""
+    run, _ = open_run(config, None)
+    finish(run, 59)
+    _, point = open_run(config, run.run_id)
+    assert point is not None and point.version == 60
+    run.folder().put_json("summary.json", {"num_iterations": 30})
+    assert open_run(config, run.run_id)[1] == point
+    fewer = config.model_copy(update={"num_iterations": 30})
+    with pytest.raises(ValueError, match="nothing is left to do"):
+        open_run(fewer, run.run_id)
+
+
+def test_a_living_run_is_not_resumed_beside_itself(config):
+    quick = {"rewards": config.rewards.model_copy(update={"heartbeat_s": 0.05})}
+    config = config.model_copy(update=quick)
+    run, _ = open_run(config, None)
+    finish(run, 0)
+    with RunHeartbeat(run.root(), run.run_id, 0.05):
+        with pytest.raises(ValueError, match=f"run {run.run_id} is running: its sign of life .*heartbeat changes"):
+            open_run(config, "latest")
+        assert run.folder().list("resumes/") == [], "nothing was changed"
+    assert open_run(config, "latest")[1] is not None
 
 
 def test_a_resume_of_another_configuration_is_refused(config):

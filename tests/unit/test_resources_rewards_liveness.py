@@ -5,7 +5,7 @@ import time
 import pytest
 
 from resources.object_store import ObjectStore
-from resources.rewards.liveness import REPLICAS, RUN_HEARTBEAT, Beacon, ReplicaWatch, RunHeartbeat, Watch
+from resources.rewards.liveness import REPLICAS, RUN_HEARTBEAT, Beacon, ReplicaWatch, RunHeartbeat, Watch, is_alive
 
 
 class HandClock:
@@ -85,3 +85,29 @@ def test_the_runs_heartbeat_beats_and_says_when_it_ends(store):
             assert time.monotonic() < end, "no third heartbeat within 20 s"
             time.sleep(0.005)
     assert store.get_json(key)["ended"] is True
+
+
+def test_a_run_is_alive_while_its_sign_changes(store, clock):
+    beacon = Beacon(store.sub("runs/r"), RUN_HEARTBEAT)
+    pauses: list[float] = []
+
+    def pass_time(seconds: float) -> None:
+        pauses.append(seconds)
+        clock.now += seconds
+
+    def pass_time_with_beats(seconds: float) -> None:
+        pass_time(seconds)
+        if len(pauses) == 3:
+            beacon.beat()
+
+    assert not is_alive(store, "r", 2.0, clock=clock, sleep=pass_time), "there is no sign"
+    beacon.beat()
+    assert pauses == []
+    assert is_alive(store, "r", 2.0, clock=clock, sleep=pass_time_with_beats)
+    assert pauses == [0.5, 0.5, 0.5], "known with the first change"
+    assert not is_alive(store, "r", 2.0, clock=clock, sleep=pass_time), "killed: the sign stays as it is"
+    assert sum(pauses) == 1.5 + 3 * 2.0
+    beacon.beat(ended=True)
+    pauses.clear()
+    assert not is_alive(store, "r", 2.0, clock=clock, sleep=pass_time)
+    assert pauses == []
