@@ -29,12 +29,13 @@ def initialise(model: Qwen3ForCausalLM) -> None:
     """
     config = model.config
     head_dim: int = config.head_dim
-    queries_per_value = config.num_attention_heads // config.num_key_value_heads
+    num_kv_heads: int = config.num_key_value_heads or config.num_attention_heads
+    queries_per_value = config.num_attention_heads // num_kv_heads
     weights: dict[str, torch.Tensor] = dict(model.named_parameters())
     with torch.no_grad():
         weights["model.embed_tokens.weight"].normal_(0.0, EMBEDDING_STD)
         for layer in range(config.num_hidden_layers):
-            attention, feed_forward = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+            attention = f"model.layers.{layer}.self_attn"
             inputs = (
                 f"{attention}.q_proj",
                 f"{attention}.k_proj",
@@ -43,7 +44,7 @@ def initialise(model: Qwen3ForCausalLM) -> None:
             )
             for name in inputs:
                 weights[f"{name}.weight"].normal_(0.0, 1.0 / math.sqrt(3 * config.hidden_size))
-            weights[f"{feed_forward}.down_proj.weight"].normal_(0.0, RESIDUAL_STD)
+            weights[f"model.layers.{layer}.mlp.down_proj.weight"].normal_(0.0, RESIDUAL_STD)
             value, output = weights[f"{attention}.v_proj.weight"], weights[f"{attention}.o_proj.weight"]
             orthonormal, _ = torch.linalg.qr(torch.randn(value.shape[1], value.shape[0]))
             value.copy_(orthonormal.T / math.sqrt(3))

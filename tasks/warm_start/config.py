@@ -22,8 +22,8 @@ class WarmStartConfig(BaseModel):
         default_factory=lambda: {"frozen_lake": 0.5, "guess_number": 0.6, "calculator": 0.2, "code_repair": 0.5}
     )
     """Probability that an action is a random valid one instead of the expert's, by family name: what is left for RL.
-    Low for the calculator, whose actions are copied digit by digit: a policy that takes some of them for random ones may
-    leave the expression at every digit."""
+    Low for the calculator, whose actions are copied digit by digit: a policy that takes some of them for random ones
+    may leave the expression at every digit."""
     default_p_random: float = Field(default=0.5, ge=0, le=1)
     """For families that ``p_random`` does not name."""
     learning_rate: float = Field(default=1.5e-3, gt=0)
