@@ -15,7 +15,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from flows.config import RunConfig
+from flows.config import EvaluationConfig, RunConfig
 from flows.progress import RunProgress, summary_table
 from resources.rewards.autoscaler_thread import AutoscalerThread
 from resources.runs import RunRef, evaluation_key
@@ -98,7 +98,15 @@ def _by_family(evaluation: dict[str, Any] | None) -> dict[str, float] | None:
     return None if evaluation is None else {**evaluation["success"], "mean": evaluation["mean"]}
 
 
-def read_evaluation(run: RunRef, version: int) -> dict[str, Any] | None:
-    """The evaluation of a version as it was written, so that a resumed run still knows where it began."""
+def read_evaluation(run: RunRef, version: int, settings: EvaluationConfig) -> dict[str, Any] | None:
+    """The evaluation of a version as it was written, so that a resumed run still knows where it began.
+
+    None when there is none, or when somebody has measured the version otherwise since (`flows.evaluation.evaluate` with
+    other episodes, or greedily): a number that cannot be compared is not shown beside the others.
+    """
     key = evaluation_key(version)
-    return run.folder().get_json(key) if run.folder().exists(key) else None
+    if not run.folder().exists(key):
+        return None
+    measured = run.folder().get_json(key)
+    episodes = {measured["num_episodes"][family] + measured["unscored"][family] for family in measured["success"]}
+    return measured if (measured["greedy"], episodes) == (settings.greedy, {settings.num_episodes}) else None

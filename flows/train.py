@@ -52,7 +52,7 @@ def train(
     started = time.time()
     get_run_logger().info("run %s, store %s", run.run_id, run.store_url)
     report = RunReport(run, config)
-    before, after = read_evaluation(run, 0), None
+    before, after = read_evaluation(run, 0, config.evaluation), None
     with run_pools(config.pools, state_dir()) as pools, RunProgress(list(config.families), last, first) as progress:
         progress.say(f"run {run.run_id}, Prefect UI {server_ui_url()}\nfiles: {run.folder().url}")
         progress.say("preparing the policy (a warm start takes about a minute, once)")
