@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,17 +19,24 @@ from flows.task_runner import PoolTaskRunner
 from resources.failures import DeadlineExceeded
 from resources.hardware import PoolsConfig, Role
 from resources.pools.cluster import open_pools
+from resources.pools.import_ahead import import_all
 from resources.pools.preflight import ServingClasses, check_pools
 
 PRELOAD = ("prefect", "flows.task_runner", "flows.iteration", "flows.warm_start")
 """What workers import before they take work: Prefect and the stages alone cost the first task some seconds."""
-ROLE_MODULES: dict[Role, str] = {
-    "engine": "resources.engines.local",
-    "learner": "tasks.training.learner",
-    "environment": "resources.rollout.worker",
-    "control": "resources.rollout.group_queue",
+ROLE_IMPORTS: dict[Role, tuple[str, ...]] = {
+    "engine": ("resources.engines.local", "transformers:AutoConfig"),
+    "learner": (
+        "tasks.training.learner",
+        "tasks.warm_start.train",
+        "transformers:PreTrainedTokenizerFast",
+        "transformers:GenerationConfig",
+        "transformers:Qwen3ForCausalLM",
+    ),
+    "environment": ("resources.rollout.worker", "transformers:PreTrainedTokenizerFast"),
+    "control": ("resources.rollout.group_queue",),
 }
-"""What the actors of a role import."""
+"""What the actors and stages of a role import, now or later."""
 IMPORT_S = 120.0
 """Longest wait for the imports of all workers, in seconds."""
 CONSOLE_LEVEL = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
@@ -55,8 +61,7 @@ class RunPools:
     def wait_for_imports(self, *roles: Role) -> None:
         """Until the workers of these roles (default: all) have imported what they need.
 
-        To be called before anything else imports there: two threads that import transformers at once break its lazy
-        modules ("cannot import name ...").
+        To be called before anything else imports there: see `import_all`.
 
         Raises:
             DeadlineExceeded: not within `IMPORT_S` seconds. What an import itself raises arrives as it is.
@@ -69,7 +74,7 @@ class RunPools:
                     future.result(timeout=max(0.0, deadline - time.monotonic()))
                 except DaskTimeoutError as error:
                     raise DeadlineExceeded(
-                        f"a worker with role {role} did not import {ROLE_MODULES[role]} within {IMPORT_S:g} s"
+                        f"a worker with role {role} did not import {ROLE_IMPORTS[role]} within {IMPORT_S:g} s"
                     ) from error
 
     def task_runner(self) -> TaskRunner[Any]:
@@ -97,20 +102,11 @@ def _import_ahead(client: Client, config: PoolsConfig, checked: ServingClasses) 
     workers: dict[Role, list[str]] = {}
     for name, hardware_class in config.classes.items():
         for worker in checked.workers_of(name):
-            module = ROLE_MODULES[hardware_class.role]
-            modules.setdefault(worker, [])
-            if module not in modules[worker]:
-                modules[worker].append(module)
+            modules.setdefault(worker, []).extend(ROLE_IMPORTS[hardware_class.role])
             workers.setdefault(hardware_class.role, []).append(worker)
     # One call a worker, for one thread: see `RunPools.wait_for_imports`.
     ahead = {
-        worker: client.submit(_import_all, names, workers=[worker], allow_other_workers=False, pure=False)
+        worker: client.submit(import_all, names, workers=[worker], allow_other_workers=False, pure=False)
         for worker, names in modules.items()
     }
     return {role: [ahead[worker] for worker in of_role] for role, of_role in workers.items()}
-
-
-def _import_all(names: list[str]) -> None:
-    # Returns nothing: a module that came back to the driver would be imported there.
-    for name in names:
-        importlib.import_module(name)
