@@ -36,14 +36,8 @@ def initialise(model: Qwen3ForCausalLM) -> None:
         weights["model.embed_tokens.weight"].normal_(0.0, EMBEDDING_STD)
         for layer in range(config.num_hidden_layers):
             attention = f"model.layers.{layer}.self_attn"
-            inputs = (
-                f"{attention}.q_proj",
-                f"{attention}.k_proj",
-                f"{feed_forward}.gate_proj",
-                f"{feed_forward}.up_proj",
-            )
-            for name in inputs:
-                weights[f"{name}.weight"].normal_(0.0, 1.0 / math.sqrt(3 * config.hidden_size))
+            for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj"):
+                weights[f"model.layers.{layer}.{name}.weight"].normal_(0.0, 1.0 / math.sqrt(3 * config.hidden_size))
             weights[f"model.layers.{layer}.mlp.down_proj.weight"].normal_(0.0, RESIDUAL_STD)
             value, output = weights[f"{attention}.v_proj.weight"], weights[f"{attention}.o_proj.weight"]
             orthonormal, _ = torch.linalg.qr(torch.randn(value.shape[1], value.shape[0]))
