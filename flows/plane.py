@@ -39,8 +39,14 @@ class Plane:
     watch: LossWatch
 
     def check(self) -> None:
-        """Raises InfrastructureFailure when an actor was lost with its worker."""
-        self.watch.raise_if_lost()
+        """Raises InfrastructureFailure when an actor that the run cannot do without was lost with its worker.
+
+        What a lost rollout worker played is played on the others; without any other the run cannot go on.
+        """
+        workers = {worker.name for worker in self.actors.rollout_workers}
+        lost = self.watch.lost.keys()
+        if lost - workers or workers <= lost:
+            self.watch.raise_if_lost()
 
 
 @contextmanager

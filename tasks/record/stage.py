@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 
+from resources.failures import InfrastructureFailure
 from resources.pools.actors import call_sync
 from resources.pools.registry import lookup_sync
 from resources.runs import RunRef, write_iteration
@@ -15,6 +17,17 @@ from resources.telemetry.metrics import finite, write_metrics
 from tasks.record.table import family_table
 
 ANSWER_S = 60.0
+
+
+def worker_stats(workers: Sequence[Any], warn: Callable[[str], None]) -> list[dict[str, Any]]:
+    """What each rollout worker counts. One that is gone has nothing to say: the others play on, and so does the run."""
+    stats = []
+    for worker in workers:
+        try:
+            stats.append(call_sync(worker, "stats", timeout_s=ANSWER_S))
+        except InfrastructureFailure as failure:
+            warn(f"no figures of a rollout worker: {failure}")
+    return stats
 
 
 @task(name="record", tags=["pool:control"])
@@ -26,8 +39,8 @@ def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[st
     actors = lookup_sync(run.service_id)
     assert actors.learner is not None, f"run {run.run_id} has no learner"
     stats = call_sync(actors.queue, "stats", timeout_s=ANSWER_S)
-    workers = [call_sync(worker, "stats", timeout_s=ANSWER_S) for worker in actors.rollout_workers]
     logger = get_run_logger()
+    workers = worker_stats(actors.rollout_workers, logger.warning)
     # Actors have no flow run to log to: they keep bounded records, which are logged here.
     for line in stats.pop("log_records", []):
         logger.warning("%s", line)
