@@ -10,6 +10,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_OFFLINE ?= 1
 export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 
+# What the workers of the standing Dask cluster have imported before they take work.
+STANDING_IMPORTS := --preload flows.iteration --preload flows.warm_start $(addprefix --share ,resources.engines.local \
+  resources.rollout.worker resources.rollout.group_queue tasks.training.learner tasks.warm_start.train)
+
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test lint bench up down status clean
 
@@ -48,7 +52,7 @@ bench: setup ## Run one benchmark: make bench NAME=engine
 	@$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 
 up: setup ## Start a standing local stack (Prefect server, workers, Dask cluster) and register the deployments there
-	@out=$$($(BIN)/python -m resources.pools.local_stack up --preload flows.iteration --preload flows.warm_start $(ARGS)) || exit $$?; echo "$$out"; \
+	@out=$$($(BIN)/python -m resources.pools.local_stack up $(STANDING_IMPORTS) $(ARGS)) || exit $$?; echo "$$out"; \
 	log=$$(mktemp); export PREFECT_API_URL=$$(awk '/^Prefect API/ {print $$3}' <<<"$$out"); \
 	$(BIN)/prefect --no-prompt deploy --all >$$log 2>&1 || { cat $$log; rm -f $$log; exit 1; }; rm -f $$log; \
 	echo "deployments  $$(sed -n 's/^    entrypoint: flows\.\(.*\)/\1/p' prefect.yaml | wc -l) of prefect.yaml are registered (prefect deployment ls)"

@@ -90,7 +90,9 @@ def run_pools(config: PoolsConfig, state: Path) -> Iterator[RunPools]:
     env = {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "HF_HUB_OFFLINE": "1"}
     if CONSOLE_LEVEL in os.environ:
         env[CONSOLE_LEVEL] = os.environ[CONSOLE_LEVEL]
-    with open_pools(config, env=env, preload_modules=PRELOAD, log_path=logs / f"dask-{os.getpid()}.log") as client:
+    shared = dict.fromkeys(name.partition(":")[0] for names in ROLE_IMPORTS.values() for name in names)
+    log_path = logs / f"dask-{os.getpid()}.log"
+    with open_pools(config, env=env, preload_modules=PRELOAD, shared_modules=shared, log_path=log_path) as client:
         checked = check_pools(client, config)
         ahead = _import_ahead(client, config, checked)
         yield RunPools(client, checked.serving, ahead)

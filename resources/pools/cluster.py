@@ -32,6 +32,7 @@ def open_pools(
     *,
     env: Mapping[str, str] | None = None,
     preload_modules: Iterable[str] = (),
+    shared_modules: Iterable[str] = (),
     log_path: Path | None = None,
 ) -> Iterator[Client]:
     """The cluster that ``config`` asks for: `attach` with an address, `embedded_cluster` without."""
@@ -39,7 +40,9 @@ def open_pools(
         with attach(config.address) as client:
             yield client
     else:
-        with embedded_cluster(config, env=env, preload_modules=preload_modules, log_path=log_path) as client:
+        with embedded_cluster(
+            config, env=env, preload_modules=preload_modules, shared_modules=shared_modules, log_path=log_path
+        ) as client:
             yield client
 
 
@@ -49,6 +52,7 @@ def embedded_cluster(
     *,
     env: Mapping[str, str] | None = None,
     preload_modules: Iterable[str] = (),
+    shared_modules: Iterable[str] = (),
     log_path: Path | None = None,
 ) -> Iterator[Client]:
     """Start a scheduler and the workers of every class on 127.0.0.1, end them with the block.
@@ -60,6 +64,7 @@ def embedded_cluster(
     Args:
         env: environment of every worker, e.g. ``PREFECT_API_URL``.
         preload_modules: what every worker imports before it takes work, so that the first stage starts at once.
+        shared_modules: what is imported once besides, where workers are forked from one process (`forking`).
         log_path: where scheduler and workers write; a temporary file when None.
 
     Yields:
@@ -77,6 +82,7 @@ def embedded_cluster(
         command = [sys.executable, "-m", "resources.pools.standing", "--pools-json", config.model_dump_json()]
         command += ["--scheduler-file", str(scheduler_file), "--owner-pid", str(os.getpid())]
         command += [argument for module in preload_modules for argument in ("--preload", module)]
+        command += [argument for module in shared_modules for argument in ("--share", module)]
         command += [argument for name in env for argument in ("--env", name)]
         with log_path.open("ab") as log:
             process = _start(command, env, log)

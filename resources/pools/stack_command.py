@@ -56,6 +56,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     up.add_argument("--classes", help="numbers of Dask workers by class: compute=1,cpu=2")
     up.add_argument("--dask-port", type=int, default=0, help="port of the Dask scheduler; 0 takes a free one")
     up.add_argument("--preload", action="append", default=[], help="module that every Dask worker imports first")
+    up.add_argument("--share", action="append", default=[], help="module to import once, where workers are forked")
     up.add_argument("--no-dask", action="store_true", help="start no Dask cluster")
     down = verbs.add_parser("down", help="end it and check that nothing of it is left")
     down.add_argument("--now", action="store_true", help="also when runs still use it")
@@ -79,7 +80,8 @@ def _up(options: argparse.Namespace) -> int:
 def _dask_arguments(options: argparse.Namespace) -> list[str]:
     config = pools_config(options.config, options.classes)  # wrong classes are refused before anything starts
     arguments = ["--pools-json", config.model_dump_json(), "--port", str(options.dask_port)]
-    return arguments + [argument for module in ("prefect", *options.preload) for argument in ("--preload", module)]
+    arguments += [argument for module in ("prefect", *options.preload) for argument in ("--preload", module)]
+    return arguments + [argument for module in options.share for argument in ("--share", module)]
 
 
 def _print_addresses(stack: LocalStack) -> None:

@@ -24,8 +24,10 @@ from distributed import Scheduler, SpecCluster
 from pydantic import ValidationError
 
 from resources.hardware import PoolsConfig
+from resources.pools.forking import common_environment, prepare_fork_server
 from resources.pools.spec import dask_settings, worker_specs
 
+MULTIPROCESSING = "distributed.worker.multiprocessing-method"
 OWNER_CHECK_S = 0.25
 """How often an embedded cluster looks whether its driver still lives."""
 CLOSE_S = 6.0
@@ -39,12 +41,14 @@ async def serve(
     port: int = 0,
     scheduler_file: Path | None = None,
     preload_modules: tuple[str, ...] = (),
+    shared_modules: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
     owner_pid: int | None = None,
 ) -> None:
     """Start scheduler and workers, write their address, pid and names to ``scheduler_file``, serve until told to end.
 
-    The end is SIGTERM, SIGINT, or the death of the process ``owner_pid``.
+    The end is SIGTERM, SIGINT, or the death of the process ``owner_pid``. Where workers can be forked from one process,
+    that one imports ``preload_modules`` and ``shared_modules``; every worker imports ``preload_modules`` in any case.
     """
     ending = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -52,7 +56,11 @@ async def serve(
         loop.add_signal_handler(number, ending.set)
     watch = loop.create_task(_end_with_owner(owner_pid, ending))
     workers = worker_specs(config.classes, env=env or {}, preload_modules=preload_modules, host=host)
-    with dask.config.set(dask_settings(config.no_workers_timeout_s)):
+    common = common_environment(config.classes, env or {})
+    method = "spawn" if common is None else "forkserver"
+    with dask.config.set({**dask_settings(config.no_workers_timeout_s), MULTIPROCESSING: method}):
+        if common is not None:
+            prepare_fork_server(common, (*preload_modules, *shared_modules))
         cluster: Any = SpecCluster(
             workers=workers,
             scheduler={"cls": Scheduler, "options": _scheduler_options(host, port)},
@@ -160,6 +168,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scheduler-file", type=Path, help="where to write the address once every worker is there")
     parser.add_argument("--preload", action="append", default=[], help="module that every worker imports first")
     parser.add_argument(
+        "--share", action="append", default=[], help="module to import once, where workers are forked from one process"
+    )
+    parser.add_argument(
         "--env",
         action="append",
         default=[],
@@ -184,6 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
                 port=options.port,
                 scheduler_file=options.scheduler_file,
                 preload_modules=tuple(options.preload),
+                shared_modules=tuple(options.share),
                 env=dict(_environment_entry(entry) for entry in options.env),
                 owner_pid=options.owner_pid,
             )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from resources.hardware import HardwareClass, quickstart_classes
+from resources.pools.forking import common_environment
 from resources.pools.spec import dask_settings, worker_environment, worker_specs
 from resources.pools.standing import parse_classes, pools_config
 
@@ -34,6 +36,18 @@ def test_threads_follow_the_class_and_the_caller_wins() -> None:
     assert environment["PREFECT_API_URL"] == "http://h/api"
     assert environment["PREFECT_LOGGING_EXTRA_LOGGERS"] == "resources,tasks"
     assert worker_environment(HardwareClass(role="learner"), {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+def test_workers_are_forked_from_one_process_only_when_they_are_alike_and_without_accelerators() -> None:
+    classes = quickstart_classes()
+    assert common_environment(classes, {"A": "1"}) == worker_environment(classes["cpu"], {"A": "1"})
+    more_threads = HardwareClass(role="learner", torch_threads=2)
+    assert common_environment({**classes, "learner": more_threads}, {}) is None
+    accelerated = HardwareClass(role="engine", device="cuda")
+    assert common_environment({**classes, "compute": accelerated}, {}) is None
+    absent = HardwareClass(role="engine", device="cuda", num_workers=0)
+    assert common_environment({**classes, "compute": absent}, {}) is not None
 
 
 def test_a_lost_worker_is_an_error_not_a_silent_second_run() -> None:
