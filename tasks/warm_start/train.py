@@ -6,7 +6,9 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,7 +46,7 @@ class WarmStartReport:
     num_tokens: int
     """Tokens that went through the model."""
     episodes_s: float
-    """Seconds spent on playing and encoding episodes."""
+    """Seconds that the training waited for episodes, their encoding included."""
     seconds: float
     """All of it, in seconds."""
 
@@ -62,7 +64,8 @@ def train_warm_start(
 ) -> WarmStartReport:
     """Train and publish under ``warm_starts/<digest>/``. The same settings and seed give the same episodes and weights.
 
-    Must not be called from a running event loop (it runs one of its own for the environments).
+    The episodes of the next step are played on a thread while the model trains on this one's: most of their time is
+    waiting for the sandbox.
 
     Raises:
         ValueError: settings that cannot work, or an environment without a scripted expert.
@@ -73,9 +76,13 @@ def train_warm_start(
     torch.set_num_threads(threads)
     digest = warm_start_digest(policy, families, config, seed)
     episodes = ExpertEpisodes(families, config, seed)
-    with tempfile.TemporaryDirectory(prefix="rollart-warm-start-") as temporary, asyncio.Runner() as runner:
+    with (
+        tempfile.TemporaryDirectory(prefix="rollart-warm-start-") as temporary,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="warm-start-episodes") as player,
+        _loop_of(player) as loop,
+    ):
         if policy.model_directory is None:
-            corpus = runner.run(episodes.corpus())
+            corpus = player.submit(loop.run, episodes.corpus()).result()
             source = create_tiny_policy(Path(temporary) / "untrained", policy, corpus, seed)
         else:
             source = Path(policy.model_directory)
@@ -86,10 +93,13 @@ def train_warm_start(
         solved: Counter[str] = Counter()
         played: Counter[str] = Counter()
         num_tokens = 0
+        next_batch = player.submit(loop.run, episodes.step())
         episodes_s = time.perf_counter() - started
         for step in range(config.num_steps):
             step_started = time.perf_counter()
-            batch = runner.run(episodes.step())
+            batch = next_batch.result()
+            if step + 1 < config.num_steps:
+                next_batch = player.submit(loop.run, episodes.step())
             sequences = [encoder.encode(episode.transcript.messages) for episode in batch]
             episodes_s += time.perf_counter() - step_started
             played.update(episode.family for episode in batch)
@@ -116,3 +126,13 @@ def train_warm_start(
         )
         publish_warm_start(store, digest, trained, asdict(report))
     return report
+
+
+@contextmanager
+def _loop_of(player: ThreadPoolExecutor) -> Iterator[asyncio.Runner]:
+    """An event loop that lives on the player's one thread, and is closed there."""
+    loop = asyncio.Runner()
+    try:
+        yield loop
+    finally:
+        player.submit(loop.close).result()
