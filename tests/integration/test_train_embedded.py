@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import polars
@@ -155,7 +156,7 @@ def test_every_version_is_published_whole(finished: Finished) -> None:
     assert weights.latest() == 3
     manifests = [weights.manifest(version) for version in weights.versions()]
     files = [manifest.files["model.safetensors"].sha256 for manifest in manifests]
-    for metrics, before, after in zip(read_metrics(finished.folder), files, files[1:], strict=True):
+    for metrics, (before, after) in zip(read_metrics(finished.folder), pairwise(files), strict=True):
         # A batch whose groups all have equal rewards changes nothing, and so young a policy may produce one.
         assert (before != after) == (metrics["optimizer_steps"] > 0)
     assert sampled_versions(trajectory_rows(finished.store, finished.run_id)) <= {0, 1, 2, 3}

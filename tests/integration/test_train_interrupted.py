@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from resources.pools.local_stack import read_status
 from resources.runs import find_run, iterations, read_iteration
 from resources.telemetry.metrics import read_metrics
 from resources.trajectories.batch import read_batch
+from resources.trajectories.rewards_view import rewarded_trajectories
 from resources.weights.store import WeightStore
 from tests.integration.stack_processes import (
     GONE_WITHIN_S,
@@ -181,7 +183,7 @@ def test_a_resume_goes_on_behind_the_last_recorded_iteration(story: Story) -> No
     metrics = read_metrics(folder)
     assert [row["iteration"] for row in metrics] == ended.done
     steps = [row["optimizer_steps/total"] for row in metrics]
-    grown = [after - before for before, after in zip([0, *steps], steps, strict=False)]
+    grown = [after - before for before, after in pairwise([0, *steps])]
     assert grown == [row["optimizer_steps"] for row in metrics], "the learner's counters go on where they were"
 
 
@@ -215,6 +217,16 @@ def test_no_prompt_is_trained_twice(story: Story) -> None:
     """S9, over two interruptions."""
     prompts = [prompt for groups in trained_groups(story.store, story.run_id).values() for prompt in groups]
     assert len(set(prompts)) == len(prompts)
+
+
+def test_no_id_returns_and_every_trained_reward_is_its_own_trajectorys(story: Story) -> None:
+    """S26: a score that a killed driver's trajectory got is never taken for another one's."""
+    rows = rewarded_trajectories(story.store, story.run_id, columns=["trajectory_id"])
+    final = dict(zip(rows["trajectory_id"].to_pylist(), rows["final_reward"].to_pylist(), strict=True))
+    assert len(final) == rows.num_rows
+    for version in trained_groups(story.store, story.run_id):
+        for group in read_batch(story.store, story.run_id, version).groups:
+            assert {member.trajectory_id: member.reward for member in group.members}.items() <= final.items()
 
 
 @pytest.mark.parametrize("which", [0, 1])
