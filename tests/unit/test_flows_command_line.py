@@ -60,9 +60,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("pools.address=127.0.0.1:8786", "it must look like tcp://host:port"),
     ],
 )
-def test_a_bad_override_is_named(
-    capsys: pytest.CaptureFixture[str], store: str, assignment: str, message: str
-) -> None:
+def test_a_bad_override_is_named(capsys: pytest.CaptureFixture[str], store: str, assignment: str, message: str) -> None:
     assert message in refused(capsys, "--set", f"store={store}", "--set", assignment)
 
 
@@ -101,13 +99,15 @@ def test_a_resume_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], stor
     assert "run 'nosuch' is not in the store" in said and run.run_id in said
     for iteration in (0, 1):
         write_iteration(run, iteration, {"version": iteration + 1, "queue_state": {"version": iteration + 1}})
+    run.folder().put_json("summary.json", {"num_iterations": 2})
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump({"store": store, "num_iterations": 2}))
     said = refused(capsys, str(run_file), "--resume", "latest")
     assert "has 2 iterations and num_iterations is 2: nothing is left to do" in said
     said = refused(capsys, str(run_file), "--resume", "latest", "--set", "seed=9")
     assert "cannot be resumed with another seed" in said
-    assert sorted(os.listdir(f"{store}/runs/{run.run_id}")) == ["config.json", "iterations"], "something was changed"
+    left = sorted(os.listdir(f"{store}/runs/{run.run_id}"))
+    assert left == ["config.json", "iterations", "summary.json"], "something was changed"
 
 
 def test_a_server_that_does_not_answer_is_named(
