@@ -56,7 +56,7 @@ class RunConfig(BaseModel):
     """Seeds weights, prompts and sampling."""
     store: str = Field(default_factory=default_store)
     """Object store of the run: a folder (made absolute) or ``s3://bucket/prefix``."""
-    num_iterations: int = Field(default=60, ge=1)
+    num_iterations: int = Field(default=40, ge=1)
     """Iterations in all; a resumed run goes on up to this number."""
     iteration_timeout_s: float = Field(default=900.0, gt=0)
     """An iteration whose batch is not complete after this many seconds ends the run, saying what is missing."""

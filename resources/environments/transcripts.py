@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,9 +16,6 @@ from resources.failures import RewardFailure
 from resources.rewards.base import Score, ScoringRequest
 from resources.rewards.scorers.registry import ResolvedScorer, resolve_scorer
 from resources.rollout.messages import Split
-
-QUICKSTART_NOISE: Mapping[str, float] = {"frozen_lake": 0.5, "guess_number": 0.6, "calculator": 0.3, "code_repair": 0.5}
-"""Probability of a random valid action that leaves the warm start something for RL to learn, by family."""
 
 
 @dataclass(frozen=True, slots=True)
