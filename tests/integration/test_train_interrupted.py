@@ -200,7 +200,8 @@ def test_what_was_done_before_stays_as_it_was(story: Story, which: int) -> None:
 def test_engines_hold_the_resumed_version_before_the_first_request(story: Story, which: int) -> None:
     """S11: no token of an earlier version is sampled after the resume, and so none for an earlier batch."""
     before, after = story.stops[which], story.stops[which + 1]
-    assert min(sampled_versions(story.rows_between(before, after))) == before.done[-1] + 1
+    # Later ones only, when all that the bound allows to play ahead was complete at the stop.
+    assert min(sampled_versions(story.rows_between(before, after))) >= before.done[-1] + 1
 
 
 @pytest.mark.parametrize("which", [0, 1])
