@@ -79,6 +79,7 @@ def rollout_plane(
             config.rollout,
             config.seed,
             {**(point.queue_state if point else {"version": 0}), "life": num_resumes(run)},
+            num_batches=version if learner is None else config.num_iterations,
             closing=True,
         )
         workers = place.rollout_workers(run, config, queue, engines)

@@ -61,12 +61,14 @@ class GroupQueue:
         seed: int,
         state: Mapping[str, Any] | None = None,
         *,
+        num_batches: int | None = None,
         reward_results: Callable[[], list[Score]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             state: of an earlier `snapshot`, to go on from; or ``{"version": n}``: nothing is known but the version.
+            num_batches: batches that will ever be taken, those before a resume included; None: no end is known.
             reward_results: called in a thread; the scores that are new since the last call. Default: the run's reward
                 queue at ``store_url``.
             clock: monotonic seconds.
@@ -77,7 +79,11 @@ class GroupQueue:
         self._seed = seed
         self._clock = clock
         self._gate = StalenessGate(
-            run_id, self._families, config, seed_env=lambda family, index: episode_seed(seed, family, index, "train")
+            run_id,
+            self._families,
+            config,
+            seed_env=lambda family, index: episode_seed(seed, family, index, "train"),
+            num_batches=num_batches,
         )
         if state is not None:
             self._gate.restore(state)

@@ -5,6 +5,7 @@ Admission per family f, in groups (the rule of AReaL, arXiv 2505.24298, section 
     start_f <= min(max_concurrent_f - running_f,
                    (max_staleness + version + 1) * groups_f + redundant_f - accepted_f - running_f)
 
+where the number of batches, ``max_staleness + version + 1``, never exceeds those that the run will take.
 A group is reserved whole and runs until it is scored. ``accepted_f`` counts groups scored and kept, trained or not.
 Evicted, dropped and replaced groups leave both counts. Eviction bounds what may be trained: a group is doomed when
 the learner's version minus the oldest version any member has sampled exceeds ``max_staleness`` (RollArt, arXiv
@@ -63,10 +64,17 @@ class StalenessGate:
         config: RolloutConfig,
         *,
         seed_env: Callable[[str, int], int] = lambda family, prompt_index: prompt_index,
+        num_batches: int | None = None,
     ) -> None:
-        """``seed_env(family, prompt_index)``: the seed recorded in a batch's groups."""
+        """
+        Args:
+            seed_env: ``seed_env(family, prompt_index)`` is the seed recorded in a batch's groups.
+            num_batches: batches that will ever be taken, those before a resume included; None: no end is known. Nothing
+                is started that no batch could hold.
+        """
         self.run_id = run_id
         self.config = config
+        self.num_batches = num_batches
         self.version = 0
         """The version the engines serve."""
         self.horizon = 0
@@ -344,8 +352,10 @@ class StalenessGate:
 
     def budget(self, family_name: str) -> int:
         """Groups of a family that may ever be accepted up to the version served now."""
-        groups = self.families[family_name].config.groups_per_iteration
-        return (self.config.max_staleness + self.version + 1) * groups
+        num_batches = self.config.max_staleness + self.version + 1
+        if self.num_batches is not None:
+            num_batches = min(num_batches, self.num_batches)
+        return num_batches * self.families[family_name].config.groups_per_iteration
 
     def accepted(self, family_name: str) -> int:
         """Groups scored and kept, trained or not; an update counts as a full share."""

@@ -55,10 +55,10 @@ def failed(start: Start, failure: FailureClass = FailureClass.ENVIRONMENT) -> Me
 class Driver:
     """A gate with its decisions collected, every invariant checked after every event."""
 
-    def __init__(self, families: dict[str, FamilyConfig], *, state=None, version=None, **config):
+    def __init__(self, families: dict[str, FamilyConfig], *, state=None, version=None, num_batches=None, **config):
         if config.get("max_staleness") == 0:
             config["pipeline"] = "synchronous"
-        self.gate = StalenessGate("run", families, RolloutConfig(**config))
+        self.gate = StalenessGate("run", families, RolloutConfig(**config), num_batches=num_batches)
         if state is not None:
             self.gate.restore(state, version)
         self.starts: list[Start] = []
@@ -109,6 +109,24 @@ def test_admission_is_bounded_per_family_in_groups():
     assert not driver.starts, "taking a batch frees nothing: only a new version does"
     driver(VersionLoaded(1))
     assert len([g for g in driver.group_ids() if g.startswith("a")]) == 2
+
+
+def test_nothing_is_started_that_no_batch_could_hold():
+    """Three batches of two groups at alpha 1: six groups in all, however far the version moves."""
+    driver = Driver({"f": family()}, max_staleness=1, num_batches=3)
+    for version in range(3):
+        for start in [s for s in driver.starts if s.trajectory_id in driver.gate.seats]:
+            driver(done(start, float(start.member), version=version))
+        driver(BatchRequested(version))
+        driver(VersionLoaded(version + 1))
+    assert len(driver.batches) == 3
+    assert len({start.group_id for start in driver.starts}) == 6
+    assert not driver.gate.seats
+
+
+def test_a_service_that_only_evaluates_starts_no_training_group():
+    driver = Driver({"f": family()}, state={"version": 7}, num_batches=7)
+    assert not driver.starts
 
 
 def test_admission_is_bounded_by_concurrency():
