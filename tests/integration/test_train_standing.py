@@ -66,7 +66,7 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
     state = tmp_path_factory.mktemp("standing")
     env = driver_environment(state)
     # The virtual environment is the one that runs the tests: nothing is installed here.
-    make = ["make", f"BIN={BIN}", "-o", ".venv/.installed"]
+    make = ["make", "--no-print-directory", f"BIN={BIN}", "-o", ".venv/.installed"]
     up = subprocess.run(
         [*make, "up", f"ARGS=--port {free_port()}"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400
     )
