@@ -19,6 +19,7 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging import get_logger
 from prefect.settings import (
     PREFECT_API_URL,
+    PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY,
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     get_current_settings,
     temporary_settings,
@@ -69,7 +70,8 @@ def prefect_server(
     """The configured server, or else a lease on the local stack; its address is set for the block.
 
     The address is set as a Prefect setting, for this process, and in ``os.environ``, for those that it starts. The
-    heartbeat of flows is off inside: its thread costs every synchronous flow run about a second.
+    heartbeat of flows is off inside: its thread costs every synchronous flow run about a second. So are Prefect Cloud's
+    trace labels: a call a flow run, which on SQLite meets a lock now and then and is tried again two seconds later.
 
     Args:
         state_dir: state folder of the local stack; default `resources.state_dir.state_dir`.
@@ -98,7 +100,13 @@ def _address_set(api_url: str) -> Iterator[None]:
     before = os.environ.get("PREFECT_API_URL")
     os.environ["PREFECT_API_URL"] = api_url
     try:
-        with temporary_settings({PREFECT_API_URL: api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        with temporary_settings(
+            {
+                PREFECT_API_URL: api_url,
+                PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+                PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY: False,
+            }
+        ):
             try:
                 yield
             finally:

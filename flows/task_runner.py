@@ -218,6 +218,16 @@ def _explain(cause: Exception) -> str:
     return f"{type(cause).__name__}: {cause}"
 
 
+def _without_pool_tag(task: Task[Any, Any]) -> Task[Any, Any]:
+    """The task as it runs: the tag has done its work when the class is chosen.
+
+    Prefect acquires and releases a concurrency limit for every tag of a task run, two calls a tag whether a limit exists
+    or not; on SQLite such a call meets a lock now and then, and its client tries again after two seconds. Dask's
+    resources limit what runs on a class already.
+    """
+    return task.with_options(tags=[tag for tag in task.tags if not tag.startswith(TAG_PREFIX)])
+
+
 class PoolTaskRunner(TaskRunner[PoolFuture[Any]]):
     """Runs the tasks of a flow on the Dask cluster at ``address``, each on the hardware class that its tag names.
 
@@ -279,7 +289,7 @@ class PoolTaskRunner(TaskRunner[PoolFuture[Any]]):
             inputs[name] = inputs.get(name, set()) | upstream
         future = self._connected().submit(
             run_pool_task,
-            task,
+            _without_pool_tag(task),
             self._serialized_context(),
             AssetContext.from_task_and_inputs(
                 task=task, task_run_id=task_run_id, task_inputs=inputs, copy_to_child_ctx=True
