@@ -206,9 +206,14 @@ class PoolFuture(PrefectWrappedFuture[R, distributed.Future]):
         except PrefectHTTPStatusError as error:
             if error.response.status_code != httpx.codes.NOT_FOUND:
                 raise
-            # The task never started, so no worker has announced its run.
+            # No worker has announced the run: the task never started, or its worker died at once.
             client.create_task_run(
-                self._task, self._flow_run_id, dynamic_key=str(self.task_run_id), id=self.task_run_id, state=reported
+                self._task,
+                self._flow_run_id,
+                dynamic_key=str(self.task_run_id),
+                id=self.task_run_id,
+                name=f"{self._task.name}-{str(self.task_run_id)[:3]}",
+                state=reported,
             )
 
 
@@ -221,9 +226,9 @@ def _explain(cause: Exception) -> str:
 def _without_pool_tag(task: Task[Any, Any]) -> Task[Any, Any]:
     """The task as it runs: the tag has done its work when the class is chosen.
 
-    Prefect acquires and releases a concurrency limit for every tag of a task run, two calls a tag whether a limit exists
-    or not; on SQLite such a call meets a lock now and then, and its client tries again after two seconds. Dask's
-    resources limit what runs on a class already.
+    Prefect acquires and releases a concurrency limit for every tag of a task run, whether a limit exists or not; on
+    SQLite such a call meets a lock now and then, and its client tries again after two seconds. Dask's resources limit
+    what runs on a class already.
     """
     return task.with_options(tags=[tag for tag in task.tags if not tag.startswith(TAG_PREFIX)])
 
