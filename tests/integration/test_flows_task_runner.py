@@ -163,8 +163,8 @@ def test_a_killed_worker_crashes_its_task_run(address: str) -> None:
         with pytest.raises(
             InfrastructureFailure, match=r"task die could not run on hardware class learner: its worker"
         ):
-            future.result(timeout=20)
-        assert time.monotonic() - started < 10
+            future.result(timeout=60)
+        assert time.monotonic() - started < 45  # the bound is the point, not the speed: this machine may be busy
         return future.state.name, str(future.state.message)
 
     flow_run_id, (name, message) = run_on(address, body)
