@@ -15,6 +15,7 @@ from benchmarks.record import record
 from benchmarks.training_run import QUICKSTART, train_in_process
 from flows.config import load_run_file
 from resources.environments.transcripts import policy_rate
+from tasks.training.config import TrainingConfig
 
 REFERENCE_EPISODES = 400
 
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-staleness", type=int, nargs="+", default=[1], help="one row a seed and bound")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--name", default="learning")
+    parser.add_argument("--name", default="learning", help="of the results file: one for each variant that is kept")
     options = parser.parse_args()
     extra = dict(item.split("=", 1) for item in options.set)
 
@@ -67,11 +68,11 @@ def _run(seed: int, max_staleness: int, extra: dict[str, str]) -> dict[str, Any]
     lags = [row.get("staleness/mean") or 0.0 for row in summary["rows"]]
     return {
         "policy": "after RL",
+        "loss": extra.get("training.loss.name", TrainingConfig().loss.name),
         "seed": seed,
         "max_staleness": max_staleness,
         **summary["success_after"],
         "mean_before": summary["success_before"]["mean"],
-        "success_before": summary["success_before"],
         "iterations": summary["num_iterations"],
         "mean_lag": statistics.mean(lags),
         "trajectories": summary["num_trajectories"],
