@@ -63,12 +63,17 @@ def dask_settings(no_workers_timeout_s: float) -> dict[str, Any]:
 
     A task whose worker died fails at once instead of running again behind Prefect's back; a task whose class has lost
     its workers fails after a while instead of waiting for ever; worker processes may have children. Dask's own profiler
-    is off: it looks into every worker a hundred times a second, and keeps an hour of what it saw.
+    is off: it looks into every worker a hundred times a second, and keeps an hour of what it saw. Its other histories
+    are short, so that the scheduler's memory is flat from the first iterations on.
     """
     return {
         "distributed.scheduler.allowed-failures": 0,
         "distributed.scheduler.no-workers-timeout": f"{no_workers_timeout_s:g}s",
         "distributed.worker.daemon": False,
         "distributed.worker.profile.enabled": False,
+        "distributed.admin.log-length": 500,
+        "distributed.admin.low-level-log-length": 100,
+        "distributed.admin.system-monitor.log-length": 60,
+        "distributed.diagnostics.computations.max-history": 5,
         "distributed.comm.timeouts.tcp": "30s",
     }
