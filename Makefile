@@ -36,7 +36,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-quickstart: setup ## Train a tiny policy on four task families (about 5 to 8 minutes on two cores)
+quickstart: setup ## Train a tiny policy on four task families (about 3 minutes on two cores)
 	@$(BIN)/python -m flows.train examples/quickstart/run.yaml $(ARGS)
 
 test: setup lint ## Check style, types and imports, and run all tests
