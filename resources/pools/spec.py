@@ -40,6 +40,16 @@ def worker_specs(
     }
 
 
+KEEP_FREED_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+}
+"""glibc gives the memory of large tensors back to the system as they are freed, at once in threads other than the main
+one, and actors run in such threads: without this an update of the tiny policy takes one and a half times as long."""
+
+
 def worker_environment(hardware_class: HardwareClass, env: Mapping[str, str]) -> dict[str, str]:
     """Variables of a worker process. What the caller gives wins.
 
@@ -52,6 +62,7 @@ def worker_environment(hardware_class: HardwareClass, env: Mapping[str, str]) ->
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",
+        **KEEP_FREED_MEMORY,
         "PREFECT_LOGGING_EXTRA_LOGGERS": "resources,tasks",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         **env,
