@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows_of(sides, start),
         headline_of(sides),
         notes=f"Cores {cores}; {options.rounds} rounds, medians; bound: two perfect cores, twice the bare loop on one "
-        f"thread. Load averages at the end: {loads}. Files: {folder}",
+        f"thread. Load averages at the end: {loads}. Files: {folder.name}",
     )
 
 
