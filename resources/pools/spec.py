@@ -46,8 +46,9 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
-"""Let glibc keep freed memory. Without this an update of the tiny policy took 1.4 s instead of 0.9 s. The likely reason,
-which was not looked at in a profile: actors run outside the main thread, where glibc gives large blocks back at once."""
+"""Let glibc keep freed memory. Without this an update of the tiny policy took 1.4 s instead of 0.9 s. The likely
+reason, which was not looked at in a profile: actors run outside the main thread, where glibc gives large blocks back
+at once."""
 
 
 def worker_environment(hardware_class: HardwareClass, env: Mapping[str, str]) -> dict[str, str]:
