@@ -23,22 +23,32 @@ class PolicyForward:
         vocabulary_size = int(model.config.get_text_config().vocab_size)
         self.chunk_N = max(1, max_logits_per_chunk // vocabulary_size)
 
-    def logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each trained token at its row's temperature, and the entropy there (no gradient).
+    def logprobs(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """`hidden_states`, then `head_logprobs`."""
+        return self.head_logprobs(self.hidden_states(batch), batch, entropy_gradient=entropy_gradient)
+
+    def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
+        """What the decoder holds where each trained token is predicted: [N, D]."""
+        hidden_TD = self.decoder(**batch.model_inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        return hidden_TD.index_select(0, batch.hidden_index_N)
+
+    def head_logprobs(
+        self, hidden_ND: torch.Tensor, batch: MicroBatch, *, entropy_gradient: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each trained token at its row's temperature, and the entropy there (which carries a
+        gradient only if ``entropy_gradient``).
 
         Both float32 [N]. Positions beyond ``max_logits_per_chunk`` are computed in chunks; with gradients enabled
         each chunk is recomputed in the backward pass, so that one chunk of logits is held at a time.
         """
-        hidden_TD = self.decoder(**batch.model_inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        hidden_ND = hidden_TD.index_select(0, batch.hidden_index_N)
         num_trained = hidden_ND.shape[0]
         if num_trained <= self.chunk_N:
-            return self._head_logprobs(hidden_ND, batch.targets_N, batch.inverse_temperature_N)
+            return self._head_logprobs(hidden_ND, batch.targets_N, batch.inverse_temperature_N, entropy_gradient)
         logprobs, entropies = [], []
         for start in range(0, num_trained, self.chunk_N):
             chunk = slice(start, start + self.chunk_N)
             inverse = None if batch.inverse_temperature_N is None else batch.inverse_temperature_N[chunk]
-            arguments = (hidden_ND[chunk], batch.targets_N[chunk], inverse)
+            arguments = (hidden_ND[chunk], batch.targets_N[chunk], inverse, entropy_gradient)
             if torch.is_grad_enabled():
                 chunk_logprobs, chunk_entropies = checkpoint(self._head_logprobs, *arguments, use_reentrant=False)
             else:
@@ -48,21 +58,30 @@ class PolicyForward:
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _head_logprobs(
-        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, inverse_temperature_N: torch.Tensor | None
+        self,
+        hidden_ND: torch.Tensor,
+        targets_N: torch.Tensor,
+        inverse_temperature_N: torch.Tensor | None,
+        entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return target_logprobs(self.head(hidden_ND), targets_N, inverse_temperature_N)
+        return target_logprobs(self.head(hidden_ND), targets_N, inverse_temperature_N, entropy_gradient)
 
 
 def target_logprobs(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, inverse_temperature_N: torch.Tensor | None
+    logits_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    inverse_temperature_N: torch.Tensor | None,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-softmax of the tempered logits at the targets, and the entropy of the distribution; float32 [N] each."""
+    """Log-softmax of the tempered logits at the targets, and the entropy of the distribution; float32 [N] each.
+
+    The entropy is a constant unless ``entropy_gradient``: its gradient would keep another [N, V] alive.
+    """
     logits_NV = logits_NV.float()
     if inverse_temperature_N is not None:
         logits_NV = logits_NV * inverse_temperature_N[:, None]
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    with torch.no_grad():
-        constant_NV = logprobs_NV.detach()
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         # A logit of -inf has probability 0 and adds nothing; 0 * -inf would be NaN.
-        entropy_N = -(constant_NV.exp() * constant_NV.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
     return logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N

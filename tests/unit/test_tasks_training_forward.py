@@ -83,3 +83,25 @@ def test_m20_gradients_agree_between_packed_padded_and_chunked(directory: Path) 
     scale = float(gradients[0].abs().max())
     assert float((gradients[0] - gradients[1]).abs().max()) < 1e-6 * max(1.0, scale)
     assert float((gradients[0] - gradients[2]).abs().max()) < 1e-6 * max(1.0, scale)
+
+
+def test_the_entropys_gradient_is_the_closed_form() -> None:
+    """dH / dlogit_j = -p_j (log p_j + H) / T, also beside an impossible token; without being asked, there is none."""
+    logits = torch.tensor([[0.3, -1.2, 2.0, -torch.inf]], requires_grad=True)
+    _, entropy = target_logprobs(logits, torch.tensor([0]), torch.tensor([1 / 0.7]), entropy_gradient=True)
+    (gradient,) = torch.autograd.grad(entropy.sum(), logits)
+    p = np.exp(np.array([0.3, -1.2, 2.0]) / 0.7)
+    p /= p.sum()
+    expected = -p * (np.log(p) - (p * np.log(p)).sum()) / 0.7
+    assert gradient[0].tolist() == pytest.approx([*expected, 0.0], rel=1e-5)
+    assert not target_logprobs(logits, torch.tensor([0]), None)[1].requires_grad
+
+
+def test_the_entropys_gradient_is_the_same_in_chunks(directory: Path) -> None:
+    gradients = []
+    for max_logits in (2**25, 2 * VOCABULARY):
+        model = load_policy(directory, "packed", "cpu")
+        _, entropy = PolicyForward(model, max_logits).logprobs(pack(sequences(), range(6)), entropy_gradient=True)
+        entropy.sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert float((gradients[0] - gradients[1]).abs().max()) < 1e-6 * max(1.0, float(gradients[0].abs().max()))

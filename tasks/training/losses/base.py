@@ -14,7 +14,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Which log-probabilities a term uses is explicit: current (with gradient), behaviour, proximal (both without)."""
+    """Which log-probabilities a term uses is explicit: current (with gradient), behaviour, proximal and reference
+    (without)."""
 
     current_logprobs_N: torch.Tensor
     """float32 [N], with gradient: the learner now, at the row's own temperature."""
@@ -27,6 +28,15 @@ class LossInputs:
     sequence_N: torch.Tensor
     """int64 [N]: index of the row within the micro-batch; a row is never split over micro-batches."""
     num_sequences: int
+    reference_logprobs_N: torch.Tensor | None = None
+    """float32 [N]: the frozen reference, at the row's own temperature; None when the run has no reference."""
+    entropy_N: torch.Tensor | None = None
+    """float32 [N]: entropy of the current policy where the token was sampled; with gradient only if the loss
+    `needs_entropy_gradient`."""
+    rewards_N: torch.Tensor | None = None
+    """float32 [N]: final reward of the token's row."""
+    staleness_N: torch.Tensor | None = None
+    """int64 [N]: the learner's version when the update started, minus the version that sampled the token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +52,13 @@ class TokenLosses:
 
 
 class Loss(Protocol):
-    """Built with its `LossConfig`."""
+    """Built with its `LossConfig`.
+
+    A loss may also have ``needs_reference`` (the run must have a reference policy) and ``needs_entropy_gradient``;
+    absent means False.
+    """
 
     needs_proximal: bool
+    """The learner then computes log-probabilities of all rows before the first step."""
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses: ...
