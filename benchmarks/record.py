@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+LOG_WIDTH = 240
 
 
 class HeadlineNumber(TypedDict):
@@ -68,7 +70,8 @@ def record(
 
     Rows are flat mappings of JSON-able values; columns are the union of their keys in order of appearance.
     """
-    console = Console()
+    # Where nobody's window sets a width (a log file), a table is as wide as it needs to be read.
+    console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
     console.print(_rows_table(name, rows))
     console.print(_headline_table(headline))
     if notes:
