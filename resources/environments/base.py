@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
 
 class Message(TypedDict):
     role: str
     """``system``, ``user``, ``assistant`` or ``tool``."""
     content: str
+    name: NotRequired[str]
+    """Of a ``tool`` message: the tool."""
+    tool_call_id: NotRequired[str]
+    """Of a ``tool`` message: the call that it answers."""
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    """Of an ``assistant`` message: the calls in its text, as in OpenAI's API. ``content`` keeps the whole text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,9 @@ class StepOutcome:
     """Whether the task is solved, when the environment knows; None when only the reward pool can tell."""
     invalid_action: bool = False
     tool_name: str | None = None
+    """Tool that was called (several are joined with commas)."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls found in the action, in OpenAI's form; they are kept beside its text in the trajectory's messages."""
     components: dict[str, float] = field(default_factory=dict)
     """Named parts of ``reward``."""
 
@@ -53,7 +62,8 @@ class Environment(Protocol):
     async def close(self) -> None: ...
 
     def judgement(self) -> dict[str, Any] | None:
-        """JSON-able payload for a scorer on the reward pool, once the episode is over; None: the outcome is inline."""
+        """JSON-able payload for a scorer on the reward pool, once the episode is over; None: the outcome is inline.
+        A coroutine is awaited."""
         ...
 
 

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+
+class ProcessesConfig(BaseModel):
+    """The child processes in which a family's environments run, in each rollout worker."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    max_processes: int = Field(default=8, ge=1)
+    """Child processes at most; they are started when needed and play one episode after the other."""
+    episodes_per_process: int = Field(default=1, ge=1)
+    """Episodes that one child holds at once. Their calls run one after the other, and a call that misses its deadline
+    ends all of them."""
+    slot_deadline_s: float = Field(default=600.0, gt=0)
+    """Longest time an episode waits for a child with room, in seconds; it then counts as failed."""
 
 
 class FamilyConfig(BaseModel):
@@ -13,8 +27,9 @@ class FamilyConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     environment: str
-    """Name of a built-in environment (``frozen_lake``, ``calculator``, ``guess_number``, ``code_repair``) or an import
-    path ``package.module:Class``."""
+    """Name of a built-in environment (``frozen_lake``, ``calculator``, ``guess_number``, ``code_repair``) or adapter
+    (``gymnasium``, ``textarena``, ``reasoning_gym``, ``skyrl_gym``, ``openenv``, ``tool_server``), or an import path
+    ``package.module:Class``."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     hardware_class: str
@@ -37,6 +52,11 @@ class FamilyConfig(BaseModel):
     """Longest time `reset` may take, in seconds."""
     step_deadline_s: float = Field(default=30.0, gt=0)
     """Longest time one `step` may take, in seconds."""
+    executor: Literal["thread", "process"] = "thread"
+    """Where the environment runs: in the rollout worker (its blocking calls in threads), or in child processes. A
+    thread that hangs can only be abandoned; a process is killed."""
+    processes: ProcessesConfig = ProcessesConfig()
+    """The child processes of ``executor: process``."""
     max_concurrent_groups: int = Field(default=64, ge=1)
     """Groups of this family that may run at once."""
     redundant_groups: int = Field(default=0, ge=0)

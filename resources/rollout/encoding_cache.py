@@ -64,8 +64,11 @@ class EncodingCache:
         return value
 
 
-def _key(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
-    return tuple((message["role"], message["content"]) for message in messages)
+def _key(messages: Sequence[Message]) -> tuple[tuple[str | None, ...], ...]:
+    """Everything of the messages that a template may print; only the assistant's have `tool_calls`."""
+    return tuple(
+        (message["role"], message["content"], message.get("name"), message.get("tool_call_id")) for message in messages
+    )
 
 
 def _frozen(token_ids: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,23 +124,23 @@ class EnvManager:
             observation_start = self._turns[-1].action_end if self._turns else 0
             room = self._services.context_length - self._tokens.num_tokens
             if room <= 0:  # the prompt, or the last observation, left no room for an answer
-                self._end("max_tokens", truncated=True)
+                await self._end("max_tokens", truncated=True)
                 return
             generation = await self._generate(min(self._config.max_new_tokens, room))
             turn = self._append_action(observation_start, generation)
             if self._is_cut(generation):
-                self._end("max_tokens", truncated=True)
+                await self._end("max_tokens", truncated=True)
                 return
             outcome = await self._step(environment, turn)
             if outcome.terminated:
-                self._end("terminated", truncated=False)
+                await self._end("terminated", truncated=False)
                 return
             if outcome.truncated:
-                self._end("max_turns", truncated=True)
+                await self._end("max_turns", truncated=True)
                 return
             last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
             self._append_context(self._services.chat.continuation, outcome.observation, last)
-        self._end("max_turns", truncated=True)
+        await self._end("max_turns", truncated=True)
 
     def _open_environment(self) -> Environment:
         try:
@@ -227,16 +228,21 @@ class EnvManager:
             self._components[name] = self._components.get(name, 0.0) + value
         if outcome.success is not None:
             self._success = outcome.success
+        if outcome.tool_calls:
+            self._messages[-1]["tool_calls"] = outcome.tool_calls
         self._messages += outcome.observation
         return outcome
 
-    def _end(self, termination: Termination, *, truncated: bool) -> None:
+    async def _end(self, termination: Termination, *, truncated: bool) -> None:
         self._ending = (termination, truncated)
         if self._success is None and truncated:
             self._success = False
         assert self._environment is not None
         try:
-            self.judgement = self._environment.judgement()
+            judgement: Any = self._environment.judgement()
+            self.judgement = await judgement if inspect.isawaitable(judgement) else judgement
+        except RollartError:
+            raise  # it names its boundary already
         except Exception as error:
             raise EnvironmentFailure(
                 f"{self.assignment.family}: judgement raised {type(error).__name__}: {error}"

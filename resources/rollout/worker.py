@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from resources.environments.family import FamilyConfig
+from resources.environments.processes import ChildProcesses
 from resources.environments.registry import instantiate, make_environment
 from resources.failures import DeadlineExceeded, InfrastructureFailure
 from resources.object_store import ObjectStore
@@ -183,10 +184,17 @@ class _Parts:
             fallback=self._fallback,
             log=self._worker_loop.log,
         )
+        self._children = {
+            name: ChildProcesses(name, family)
+            for name, family in self._families.items()
+            if family.executor == "process"
+        }
         self._services = EpisodeServices(
             chat=self._chat,
             proxy=self._proxy,
-            make_environment=lambda name, family: make_environment(family, family=name),
+            make_environment=lambda name, family: make_environment(
+                family, family=name, children=self._children.get(name)
+            ),
             context_length=self.context_length,
             length_finish=config.length_finish,
             on_first_sampled=self._worker_loop.note_first_sampled,
@@ -198,6 +206,8 @@ class _Parts:
         try:
             await self._worker_loop.run(self._services)
         finally:
+            for children in self._children.values():
+                await children.close()
             await self._proxy.close()
             await self._submitter.close()
             await self._writer.close()

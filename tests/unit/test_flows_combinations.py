@@ -9,7 +9,7 @@ import pytest
 
 from flows.combinations import VERDICTS, check_combinations
 from flows.config import RunConfig, load_run_file, with_overrides
-from resources.environments.registry import BUILT_IN
+from resources.environments.instances import BUILT_IN
 
 LAKE = "families.frozen_lake"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*/run.yaml"))

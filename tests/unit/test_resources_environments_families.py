@@ -14,7 +14,8 @@ from resources.environments.calculator import Calculator, evaluate
 from resources.environments.code_repair import PROBLEMS, CodeRepair
 from resources.environments.frozen_lake import DIRECTIONS, FrozenLake
 from resources.environments.guess_number import GuessNumber
-from resources.environments.registry import BUILT_IN, quickstart_families, resolve
+from resources.environments.instances import BUILT_IN, resolve
+from resources.environments.registry import quickstart_families
 from resources.environments.seeds import episode_seed
 from resources.environments.transcripts import noisy_expert_episode, policy_rate
 from resources.rewards.base import ScoringRequest

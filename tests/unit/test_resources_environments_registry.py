@@ -14,7 +14,8 @@ import yaml
 
 from resources.environments.base import Message, ScriptedExpert, StepOutcome
 from resources.environments.family import FamilyConfig
-from resources.environments.registry import BUILT_IN, make_environment, quickstart_families
+from resources.environments.instances import BUILT_IN
+from resources.environments.registry import make_environment, quickstart_families
 from resources.environments.transcripts import noisy_expert_episode
 
 HERE = __name__

@@ -15,6 +15,7 @@ from resources.failures import EngineFailure, EnvironmentFailure, FailureClass
 from resources.rollout.encoding_cache import EncodingCache
 from resources.rollout.env_manager import EnvManager, EpisodeServices
 from resources.rollout.messages import Assignment
+from resources.trajectories.schema import from_table, to_table
 
 STOP = 2
 NEWLINE = 10
@@ -356,3 +357,38 @@ def test_encodings_are_kept():
     stage.manager = EnvManager(stage.manager.assignment, stage.manager._config, stage.services)
     assert stage.play().token_ids.tolist() == first.token_ids.tolist()
     assert stage.format.num_calls == calls
+
+
+class ToolSpeakingEnvironment(EchoEnvironment):
+    """Finds a call in every action and answers it by its id; its judgement is a coroutine, as that of a child is."""
+
+    async def step(self, action):
+        call = {"id": "call_0_0", "type": "function", "function": {"name": "look", "arguments": '{"a":'}}
+        answer = Message(role="tool", content="error: no JSON", tool_call_id="call_0_0", name="look")
+        self.heard.append(action)
+        return StepOutcome([answer], truncated=len(self.heard) == 2, tool_calls=[call], tool_name="look")
+
+    async def judgement(self):
+        return {"heard": len(self.heard)}
+
+
+def test_tool_calls_and_the_ids_of_their_answers_survive_into_the_row():
+    """S14: the ids stay paired in the trajectory's messages, through the table and back."""
+    stage = Stage(("a", "stop", 0), ("b", "stop", 0), environment=ToolSpeakingEnvironment())
+    (read,) = from_table(to_table([stage.play()]))
+    assert [message["role"] for message in read.messages] == ["user", "assistant", "tool", "assistant", "tool"]
+    asked, answered = read.messages[1:3]
+    assert asked["content"] == "a" and answered["name"] == "look"
+    assert asked["tool_calls"][0]["id"] == answered["tool_call_id"] == "call_0_0"
+    assert asked["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"a":'}
+    assert [turn.tool_name for turn in read.turns] == ["look", "look"]
+    assert stage.manager.judgement == {"num_invalid_actions": 0, "heard": 2}
+
+
+def test_messages_that_differ_only_in_the_call_they_answer_are_encoded_apart():
+    """A template may print the id (Mistral's does)."""
+    chat = LetterFormat()
+    cache = EncodingCache(chat)
+    for call in ("call_0_0", "call_1_0", "call_0_0"):
+        cache.continuation([Message(role="tool", content="x", tool_call_id=call, name="look")], STOP)
+    assert (chat.num_calls, cache.num_hits) == (2, 1)

@@ -1,4 +1,5 @@
-"""The rollout plane in one process, without Dask: real engine, stores, environments and reward queue, two families."""
+"""The rollout plane in one process, without Dask: real engine, stores, environments and reward queue, two families,
+one of them played in child processes."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class RewardThread:
 def families() -> dict[str, FamilyConfig]:
     common = dict(groups_per_iteration=2, group_size=3, max_new_tokens=6)
     return {
-        "guess": FamilyConfig(environment="guess_number", hardware_class="compute", **common),
+        "guess": FamilyConfig(environment="guess_number", hardware_class="compute", executor="process", **common),
         "math": FamilyConfig(environment="calculator", hardware_class="bandwidth", scorer="exact_answer", **common),
     }
 
