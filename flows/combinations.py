@@ -9,6 +9,7 @@ from flows.config import RunConfig
 from resources.engines.base import SamplingParams
 from resources.engines.config import check_sampling
 from resources.environments.family import FamilyConfig
+from resources.rollout.curriculum import InformativePrompts, make_curriculum
 from resources.rollout.policy_files import read_context_length
 
 _FAMILY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -39,6 +40,7 @@ def check_combinations(config: RunConfig) -> None:
                 f"families.{name}.max_new_tokens is {family.max_new_tokens}, and a trajectory has room for "
                 f"{context_length} tokens in all; lower it, or raise engine.context_length (or policy.context_length)"
             )
+    _check_curriculum(config)
     _check_embedded_workers(config)
 
 
@@ -80,6 +82,16 @@ def _check_signal(name: str, family: FamilyConfig, config: RunConfig) -> None:
         raise ValueError(
             f"families.{name}.group_size is {family.group_size}, but training.advantage.estimator 'grpo' compares the "
             "members of a group with each other: nothing would ever be learned; set group_size to 2 or more"
+        )
+
+
+def _check_curriculum(config: RunConfig) -> None:
+    rollout = config.rollout
+    curriculum = make_curriculum(rollout.curriculum, rollout.curriculum_arguments)
+    if isinstance(curriculum, InformativePrompts) and all(f.num_prompts is None for f in config.families.values()):
+        raise ValueError(
+            f"rollout.curriculum is {rollout.curriculum!r}, which leaves prompts of a pool out, but no family has one; "
+            "set families.<name>.num_prompts, or rollout.curriculum to null"
         )
 
 

@@ -35,7 +35,9 @@ class FamilyConfig(BaseModel):
     hardware_class: str
     """Class of engines that generate for this family."""
     groups_per_iteration: int = Field(default=4, ge=1)
-    """Groups of this family in every batch."""
+    """Groups of this family in every batch (with ``rollout.share_window``: on average over that window)."""
+    num_prompts: int | None = Field(default=None, ge=1)
+    """Size of a pool of prompts, played in a new order every epoch; null: every group gets a new prompt."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories that share a prompt and a seed."""
     max_new_tokens: int = Field(default=14, ge=1)

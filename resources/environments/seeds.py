@@ -9,6 +9,7 @@ problems, never seeds.
 from __future__ import annotations
 
 import hashlib
+import random
 
 from resources.rollout.messages import Split
 
@@ -28,6 +29,13 @@ def episode_seed(run_seed: int, family: str, index: int, split: Split) -> int:
 def sampling_seed(run_seed: int, group_id: str, member: int, attempt: int, engine: str | int = "") -> int:
     """Seed of the sampler of one trajectory: distinct for every group, member, attempt and engine. Below 2**62."""
     return _hash("sampling", run_seed, group_id, member, attempt, engine)
+
+
+def prompt_order(run_seed: int, family: str, epoch: int, num_prompts: int) -> list[int]:
+    """A family's pool of prompts, ``0 .. num_prompts - 1``, in the order of an epoch."""
+    order = list(range(num_prompts))
+    random.Random(_hash("prompts", run_seed, family, epoch)).shuffle(order)
+    return order
 
 
 def split_of(seed: int) -> Split:

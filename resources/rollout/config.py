@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -38,6 +38,22 @@ class RolloutConfig(BaseModel):
     """Replace groups whose rewards are all equal (no signal) by new prompts instead of handing them to the learner."""
     max_replaced_groups: int = Field(default=64, ge=1)
     """Groups without signal that one family may replace for one batch; beyond it the run ends with that cause."""
+    max_failed_groups: int | None = Field(default=None, ge=1)
+    """Groups that one family may lose to failures (of environments, engines, scorers, workers) for one batch; beyond it
+    the run ends with that cause. null: an outage is waited out, as long as ``stall_limit_s`` allows."""
+    max_stale_groups: int | None = Field(default=None, ge=1)
+    """Groups beyond the staleness bound that one family may lose for one batch; beyond it the run ends with that cause.
+    null: they are issued again, and counted."""
+    share_window: int | None = Field(default=None, ge=2)
+    """Batches over which every family's ``groups_per_iteration`` hold, up to ``share_slack`` groups: a batch goes when
+    its total is there, and a late family gets what it missed later. null: every batch holds them exactly, and waits."""
+    share_slack: int = Field(default=1, ge=1)
+    """Groups by which a family may be late, or ahead, within ``share_window``; no batch lacks a family altogether."""
+    curriculum: str | None = None
+    """Which prompts of a pool (``num_prompts``) are played, and how shares move, by success so far:
+    ``informative_prompts`` (leaves out solved and hopeless ones), or an import path ``package.module:Class``."""
+    curriculum_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the curriculum."""
     length_finish: Literal["end_episode", "step"] = "end_episode"
     """A turn that ran into ``max_new_tokens``: end the episode there (truncated), or give the cut text to the
     environment and go on."""
@@ -98,6 +114,16 @@ class RolloutConfig(BaseModel):
             raise ValueError(
                 "rollout.max_staleness is 0, which is the synchronous pipeline, but rollout.pipeline is "
                 "'asynchronous'; set rollout.pipeline to 'synchronous', or rollout.max_staleness to 1 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _late_groups_may_be_trained(self) -> RolloutConfig:
+        if self.share_window is not None and self.max_staleness == 0:
+            raise ValueError(
+                f"rollout.share_window is {self.share_window}, but rollout.max_staleness is 0: a group that is late "
+                "for its batch is too old for the next one; set rollout.share_window to null, or rollout.max_staleness "
+                "to 1 or more"
             )
         return self
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from resources.rollout.group_state import FamilyState, Group, MemberState
 from resources.rollout.messages import TrajectoryDone
 
+if TYPE_CHECKING:
+    from resources.rollout.staleness import StalenessGate
+
 ALWAYS_SHOWN = ("evicted_groups", "failed_groups", "short_groups", "dead_groups", "redundant_groups", "retried")
 """Counters that every batch shows, zeros included."""
+
+
+GAUGES = ("owed_groups", "prompt_epoch", "left_out_prompts", "success_so_far")
+"""Figures that say how things stand after a batch: they have no sum over families."""
 
 
 def count_cancelled(counts: Counter[str], termination: str, done: TrajectoryDone | None) -> None:
@@ -78,4 +85,23 @@ def batch_counters(family: FamilyState, version: int, counted_before: dict[str, 
         counted = family.counts[name] - counted_before.get(name, 0)
         if counted or name in ALWAYS_SHOWN:
             figures[name] = counted
+    return figures
+
+
+def gauges(gate: StalenessGate) -> dict[str, Any]:
+    """How shares and prompts stand after a batch, ``<figure>/<family>``: only for what is configured."""
+    figures: dict[str, Any] = {}
+    for name, family in gate.families.items():
+        if gate.config.share_window is not None:
+            figures[f"owed_groups/{name}"] = gate.shares.families[name].owed
+        if gate.curriculum is not None:
+            figures[f"success_so_far/{name}"] = family.success.success_rate
+        if family.config.num_prompts is None:
+            continue
+        figures[f"prompt_epoch/{name}"] = family.prompts.epoch
+        if gate.curriculum is not None:
+            figures[f"left_out_prompts/{name}"] = sum(
+                not gate.curriculum.plays(name, prompt, record, family.prompts.epoch)
+                for prompt, record in family.prompts.records.items()
+            )
     return figures

@@ -81,7 +81,7 @@ class Start:
     family: str
     group_id: str
     prompt_index: int
-    """Data cursor: which prompt of the family."""
+    """Which prompt of the family."""
     member: int
     attempt: int
     group_size: int
@@ -106,12 +106,18 @@ class TakeBatch:
     """Flat, ``<figure>/<family>``: lags of what is trained, and what was counted since the last batch."""
 
 
+Lost = Literal["dead", "failed", "stale"]
+"""Why a group that was played is not trained on: without signal and replaced, without enough scored members, or beyond
+the staleness bound."""
+
+
 @dataclass(frozen=True, slots=True)
-class NoSignal:
-    """A family replaced more groups without signal than allowed for one batch."""
+class TooManyLost:
+    """A family lost more groups, of one cause, than allowed for one batch."""
 
     family: str
-    num_replaced: int
+    cause: Lost
+    number: int
 
 
-Decision = Start | Cancel | TakeBatch | NoSignal
+Decision = Start | Cancel | TakeBatch | TooManyLost

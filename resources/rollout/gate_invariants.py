@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 def check_invariants(gate: StalenessGate) -> None:
     """Raise AssertionError on the first one that is broken."""
+    _shares(gate)
     for name, family in gate.families.items():
         _admission(gate, name, family)
-        _every_prompt_in_one_place(name, family)
+        _every_group_in_one_place(name, family)
         for group in family.running.values():
             _running_group(gate, group)
         for group in family.complete:
@@ -36,13 +37,32 @@ def _admission(gate: StalenessGate, name: str, family: FamilyState) -> None:
         assert gate.admissible(name) <= 0, ("work is never held back", name, gate.admissible(name))
 
 
-def _every_prompt_in_one_place(name: str, family: FamilyState) -> None:
+def _shares(gate: StalenessGate) -> None:
+    shares = gate.shares
+    for name, share in shares.families.items():
+        assert share.points[-1] == share.owed, ("what is owed is what was owed after the last batch", name, share)
+        if gate.config.curriculum is not None:
+            continue  # quotas that move may put a family ahead by more than the slack of its new quota
+        window, slack = gate.config.share_window, shares.slack(name)
+        assert abs(share.owed) <= slack, ("owed within the slack", name, share, slack)
+        points = list(share.points)
+        if window is not None and len(points) > window:
+            drift = points[-1] - points[-1 - window]
+            assert abs(drift) <= slack, ("trained shares over a window", name, points, slack)
+        if window is not None and len(points) >= window:
+            assert not all(points[-window:]), ("what was missed is made good within the window", name, points)
+    if gate.config.curriculum is None:
+        owed = {name: share.owed for name, share in shares.families.items()}
+        assert sum(owed.values()) == 0, ("what one family misses, others have had", owed)
+
+
+def _every_group_in_one_place(name: str, family: FamilyState) -> None:
     groups = [*family.in_training, *family.complete, *family.running.values(), *family.waiting]
     ids = [group.group_id for group in groups]
-    assert len(set(ids)) == len(ids), ("a prompt is in two places", name, ids)
-    assert all(group.prompt_index < family.cursor for group in groups), ("a prompt was never issued", name, ids)
+    assert len(set(ids)) == len(ids), ("a group is in two places", name, ids)
+    assert all(group.number < family.cursor for group in groups), ("a group was never issued", name, ids)
     placed = len(groups) + family.num_trained + family.num_dropped
-    assert placed == family.cursor, ("a prompt was lost or counted twice", name, placed, family.cursor)
+    assert placed == family.cursor, ("a group was lost or counted twice", name, placed, family.cursor)
 
 
 def _running_group(gate: StalenessGate, group: Group) -> None:
@@ -74,7 +94,7 @@ def _waiting_group(gate: StalenessGate, group: Group) -> None:
 def _within_bounds(gate: StalenessGate, group: Group) -> None:
     config = gate.config
     if config.stale_policy == "evict":
-        assert not gate.is_doomed(group), ("a group beyond the staleness bound", gate.horizon, group)
+        assert not gate.book.is_doomed(group), ("a group beyond the staleness bound", gate.horizon, group)
     assert group.num_reissues <= config.max_reissues, ("re-issued too often", group)
     retries = 0 if config.member_failure == "fail_fast" else config.max_member_retries
     for member in group.members:
@@ -90,5 +110,5 @@ def _seats(gate: StalenessGate) -> None:
                     expected[gate.trajectory_id(group, member)] = (group.group_id, member.index)
     actual = {key: (group.group_id, member.index) for key, (group, member) in gate.seats.items()}
     assert actual == expected, ("seats do not match the groups", actual.keys() ^ expected.keys())
-    both = gate.seats.keys() & gate.cancelled.keys()
+    both = gate.seats.keys() & gate.book.cancelled.keys()
     assert not both, ("a trajectory is both awaited and cancelled", both)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from resources.environments.family import FamilyConfig
-from resources.environments.seeds import episode_seed, sampling_seed
-from resources.failures import DeadlineExceeded, InfrastructureFailure, RollartError
+from resources.environments.seeds import episode_seed, prompt_order, sampling_seed
+from resources.failures import DeadlineExceeded, InfrastructureFailure
 from resources.rewards.base import Score
 from resources.rollout.config import RolloutConfig
 from resources.rollout.dispatch import Dispatcher, Lane
@@ -27,15 +27,16 @@ from resources.rollout.gate_events import (
     Event,
     FirstSampled,
     MemberDone,
-    NoSignal,
     Opened,
     ScoreArrived,
     ScoreOverdue,
     Start,
     TakeBatch,
+    TooManyLost,
     TrajectoryLost,
     VersionLoaded,
 )
+from resources.rollout.lost_groups import error_of
 from resources.rollout.messages import Assignment, Batch, BatchGroup, Orders, TrajectoryDone, WorkerReport
 from resources.rollout.missing_work import describe_missing_batch, describe_missing_episodes
 from resources.rollout.reward_results import ResultReader, open_reward_results
@@ -43,10 +44,6 @@ from resources.rollout.staleness import StalenessGate
 
 NUM_LOG_RECORDS = 200
 """Lines kept for the log until `stats` drains them."""
-
-
-class SignalLost(RollartError):
-    """The policy's groups carry no signal: every reward of a group is equal, again and again."""
 
 
 class GroupQueue:
@@ -83,6 +80,7 @@ class GroupQueue:
             self._families,
             config,
             seed_env=lambda family, index: episode_seed(seed, family, index, "train"),
+            prompt_order=lambda family, epoch, num_prompts: prompt_order(seed, family, epoch, num_prompts),
             num_batches=num_batches,
         )
         if state is not None:
@@ -109,7 +107,7 @@ class GroupQueue:
             self._expect_score(trajectory_id, self._gate.seats[trajectory_id][0].family)
         self._last_batch: Batch | None = None
         self._failure: str | None = None
-        self._no_signal: NoSignal | None = None
+        self._too_many_lost: TooManyLost | None = None
         self._last_progress = clock()
         self._last_failures: dict[str, str] = {}
         """What was last wrong in each family that ever failed."""
@@ -195,7 +193,7 @@ class GroupQueue:
         Raises:
             DeadlineExceeded: after ``collect_timeout_s`` seconds, or when nothing was scored for ``stall_limit_s``;
                 names the families, groups, members and stages that are missing.
-            SignalLost: a family replaced more groups without signal than allowed (dynamic sampling).
+            SignalLost, GroupsFail, GroupsStale: a family lost more groups, of that cause, than its limit allows.
             ValueError: the version is not that of the next batch.
         """
         self._ensure_running()
@@ -382,8 +380,8 @@ class GroupQueue:
                             events.append(TrajectoryLost(trajectory_id))
                     case TakeBatch(version, groups, counters):
                         self._last_batch = Batch(self.run_id, version, groups, counters)
-                    case NoSignal():
-                        self._no_signal = decision
+                    case TooManyLost():
+                        self._too_many_lost = self._too_many_lost or decision
         self._wake_all(only_workers=is_request)
 
     def _assign(self, start: Start) -> Assignment:
@@ -410,13 +408,8 @@ class GroupQueue:
             raise InfrastructureFailure(f"the group queue of {self.run_id} was closed")
         if self._failure is not None:
             raise InfrastructureFailure(self._failure)
-        if self._no_signal is not None:
-            family, number = self._no_signal.family, self._no_signal.num_replaced
-            raise SignalLost(
-                f"family {family!r}: {number} groups in a row had equal rewards in all members and were replaced, more "
-                f"than rollout.max_replaced_groups ({self._config.max_replaced_groups}) allows for one batch; the "
-                "policy gets no signal there (too easy, hopeless, or a scorer that always says the same)"
-            )
+        if self._too_many_lost is not None:
+            raise error_of(self._too_many_lost, self._config, self._last_failures)
         for task in self._tasks:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 raise InfrastructureFailure(f"the group queue of {self.run_id} broke down") from task.exception()

@@ -9,7 +9,10 @@ from typing import Any
 
 from resources.environments.family import FamilyConfig
 from resources.failures import FailureClass
+from resources.rollout.curriculum import SuccessRecord
+from resources.rollout.gate_events import Lost
 from resources.rollout.messages import BatchGroup, BatchMember, TrajectoryDone
+from resources.rollout.prompts import Prompts
 from resources.trajectories.trajectory import TrajectoryRef
 
 ATTEMPTS_OF_A_LIFE = 1000
@@ -72,18 +75,21 @@ class Member:
 class Group:
     family: str
     group_id: str
+    number: int
+    """Groups of the family issued before it."""
     prompt_index: int
+    """Which prompt: the number again, or an index in the family's pool."""
     group_size: int
     members: list[Member]
     num_reissues: int = 0
 
     @classmethod
-    def new(cls, family: str, prompt_index: int, config: FamilyConfig, first_attempt: int = 0) -> Group:
+    def new(cls, family: str, number: int, prompt_index: int, config: FamilyConfig, first_attempt: int = 0) -> Group:
         seats = [
             Member(index, attempt=first_attempt, first_attempt=first_attempt)
             for index in range(config.group_size + config.redundant_members)
         ]
-        return cls(family, f"{family}-{prompt_index:06d}", prompt_index, config.group_size, seats)
+        return cls(family, f"{family}-{number:06d}", number, prompt_index, config.group_size, seats)
 
     def count(self, state: MemberState) -> int:
         return sum(member.state is state for member in self.members)
@@ -108,6 +114,13 @@ class Group:
         rewards = [member.reward for member in self.members if member.state is MemberState.SCORED]
         values = [reward for reward in rewards if reward is not None]
         return len(values) < 2 or max(values) - min(values) > EQUAL_REWARDS
+
+    @property
+    def success(self) -> float:
+        """Share of the scored members that succeeded; a reward above 0 is a success where nobody gave a verdict."""
+        scored = [member for member in self.members if member.state is MemberState.SCORED]
+        verdicts = [(m.reward or 0.0) > 0 if m.success is None else m.success for m in scored]
+        return sum(verdicts) / len(verdicts)
 
     def reissue(self) -> None:
         """Start over with the same prompt and seed: every member, scored ones included."""
@@ -137,12 +150,14 @@ class Group:
 
 @dataclass(slots=True)
 class FamilyState:
-    """The groups of one family. Every prompt issued is in exactly one of: waiting, running, complete, trained,
+    """The groups of one family. Every group issued is in exactly one of: waiting, running, complete, trained,
     dropped."""
 
     config: FamilyConfig
+    prompts: Prompts
+    """Which prompt the next group gets."""
     cursor: int = 0
-    """Prompts issued so far: the index of the next one."""
+    """Groups issued so far: the number of the next one."""
     waiting: deque[Group] = field(default_factory=deque)
     """Re-issued or resumed, to be admitted before any new prompt; in neither count."""
     running: dict[str, Group] = field(default_factory=dict)
@@ -153,12 +168,19 @@ class FamilyState:
     num_trained: int = 0
     """Groups taken before ``in_training``, final ones."""
     num_dropped: int = 0
-    """Prompts given up: stale or failed beyond their re-issues, redundant, or without signal."""
-    num_replaced_for_batch: int = 0
-    """Groups without signal that were replaced since the last batch was taken."""
+    """Groups given up: stale or failed beyond their re-issues, redundant, or without signal."""
+    lost_for_batch: Counter[Lost] = field(default_factory=Counter)
+    """Groups lost since the last batch was taken, by cause; those issued again count too."""
+    success: SuccessRecord = field(default_factory=SuccessRecord)
+    """Running success of the groups that were scored."""
     counts: Counter[str] = field(default_factory=Counter)
     """Cumulative counters, flat names (``evicted_groups``, ``failed.environment``, ``cancelled_redundant.tokens``,
     ...)."""
+
+    def note_success(self, group: Group) -> None:
+        """A group was scored: what a curriculum learns from."""
+        self.success = self.success.after(group.success)
+        self.prompts.note(group.prompt_index, group.success)
 
     def open_groups(self) -> list[Group]:
         return [*self.running.values(), *self.waiting]

@@ -19,7 +19,7 @@ def describe_missing_batch(gate: StalenessGate, dispatcher: Dispatcher, last_fai
     parts = []
     for name, number in gate.missing().items():
         family = gate.families[name]
-        wanted = family.config.groups_per_iteration
+        wanted = gate.shares.wanted(name)
         nearest = sorted(family.running.values(), key=lambda group: group.num_alive)[:NUM_NAMED_GROUPS]
         text = f"{name} lacks {number} of {wanted} groups"
         if not nearest:

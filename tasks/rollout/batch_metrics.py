@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from resources.rollout.gate_counters import GAUGES
 from resources.rollout.messages import Batch
 
 HISTOGRAMS = ("lag", "span", "queue_lag")
 
 
 def batch_metrics(batch: Batch) -> dict[str, Any]:
-    """The gate's per-family counters with their sums (histograms: over all families only), and the success share among
-    members whose verdict is known."""
+    """The gate's per-family counters with their sums (histograms: over all families only; gauges have none), and the
+    success share among members whose verdict is known."""
     metrics: dict[str, Any] = {}
     sums: Counter[str] = Counter()
     histograms: dict[str, Counter[str]] = {name: Counter() for name in HISTOGRAMS}
@@ -22,7 +23,7 @@ def batch_metrics(batch: Batch) -> dict[str, Any]:
             histograms[name].update(value)
             continue
         metrics[key] = value
-        if not name.endswith("_max"):
+        if not name.endswith("_max") and name not in GAUGES:
             sums[name] += value
     verdicts: dict[str, list[bool]] = {}
     for group in batch.groups:

@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,9 +18,10 @@ from pydantic import BaseModel
 from flows.config import RunConfig
 from resources.environments.family import FamilyConfig
 from resources.failures import FailureClass
-from resources.rollout.gate_counters import batch_counters
-from resources.rollout.group_state import FamilyState
+from resources.rollout.config import RolloutConfig
+from resources.rollout.gate_counters import batch_counters, gauges
 from resources.rollout.messages import Batch
+from resources.rollout.staleness import StalenessGate
 from tasks.rollout.batch_metrics import batch_metrics
 from tasks.training.config import LossConfig
 from tests.unit.test_tasks_training_learner import make_batch, make_learner
@@ -252,14 +252,17 @@ def gate_metrics() -> set[str]:
     values = {"termination": "evicted_stale", "failure": FailureClass.ENGINE, "horizon - oldest": "2"}
     values["done.num_turns"] = "3"
     names = []
-    for file in ("staleness", "gate_counters"):
+    for file in ("staleness", "group_book", "gate_counters"):
         source = text_of(ROOT / f"resources/rollout/{file}.py")
         names += re.findall(r'counts\["([\w.]+)"\]', source)
         names += re.findall(r'"(dropped_\w+)"', source)
         for template in re.findall(r'counts\[f"([^"]+)"\]', source):
             names.append(re.sub(r"\{([^}]+)\}", lambda field: str(values[field[1]]), template))
-    family = FamilyState(FamilyConfig(environment="calculator", hardware_class="compute"), counts=Counter(names))
-    figures = {f"{figure}/maze": value for figure, value in batch_counters(family, 3, {}).items()}
+    maze = FamilyConfig(environment="calculator", hardware_class="compute", num_prompts=3)
+    gate = StalenessGate("run", {"maze": maze}, RolloutConfig(share_window=2, curriculum="informative_prompts"))
+    family = gate.families["maze"]
+    family.counts.update(names)
+    figures = {f"{figure}/maze": value for figure, value in batch_counters(family, 3, {}).items()} | gauges(gate)
     return set(batch_metrics(Batch("run", 3, (), figures))) | {"success/maze"}
 
 

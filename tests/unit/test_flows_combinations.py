@@ -34,6 +34,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"engine.context_length": 1024},
         r"engine.context_length is 1024, but the policy is built for 512 tokens",
     ),
+    "prompts left out of no pool": (
+        {"rollout.curriculum": "informative_prompts"},
+        r"rollout.curriculum is 'informative_prompts', .* no family has one; set families.<name>.num_prompts",
+    ),
+    "an unknown curriculum": ({"rollout.curriculum": "harder"}, r"rollout.curriculum is 'harder'; allowed are"),
     "a family that hides the mean": (
         {"families": {"mean": {"environment": "guess_number", "hardware_class": "compute"}}},
         r"families has the name 'mean'",

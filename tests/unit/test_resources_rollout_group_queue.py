@@ -13,7 +13,8 @@ from resources.environments.family import FamilyConfig
 from resources.failures import DeadlineExceeded, FailureClass, InfrastructureFailure
 from resources.rewards.base import Score
 from resources.rollout.config import RolloutConfig
-from resources.rollout.group_queue import GroupQueue, SignalLost
+from resources.rollout.group_queue import GroupQueue
+from resources.rollout.lost_groups import SignalLost
 from resources.rollout.messages import Assignment, TrajectoryDone, WorkerReport
 from resources.trajectories.trajectory import TrajectoryRef
 
@@ -404,7 +405,7 @@ def test_dynamic_sampling_ends_with_the_cause():
     """S5."""
 
     async def driver(queue):
-        with pytest.raises(SignalLost, match="family 'inline': 4 groups in a row had equal rewards"):
+        with pytest.raises(SignalLost, match="family 'inline': 4 groups had equal rewards"):
             await queue.collect(0, 10.0)
 
     run_with_worker(

@@ -17,12 +17,12 @@ from resources.rollout.gate_events import (
     Event,
     FirstSampled,
     MemberDone,
-    NoSignal,
     Opened,
     ScoreArrived,
     ScoreOverdue,
     Start,
     TakeBatch,
+    TooManyLost,
     TrajectoryLost,
     VersionLoaded,
 )
@@ -64,7 +64,7 @@ class Driver:
         self.starts: list[Start] = []
         self.cancels: list[Cancel] = []
         self.batches: list[TakeBatch] = []
-        self.no_signal: list[NoSignal] = []
+        self.lost: list[TooManyLost] = []
         self(Opened())
 
     def __call__(self, event: Event) -> list[Decision]:
@@ -78,8 +78,8 @@ class Driver:
                     self.cancels.append(decision)
                 case TakeBatch():
                     self.batches.append(decision)
-                case NoSignal():
-                    self.no_signal.append(decision)
+                case TooManyLost():
+                    self.lost.append(decision)
         return decisions
 
     def take_starts(self) -> list[Start]:
@@ -383,14 +383,14 @@ def test_dynamic_sampling_replaces_dead_groups_up_to_a_bound():
         starts = driver.take_starts()
         for start in starts:
             driver(done(start, float(start.member) if number == 9 else 0.0))
-    assert not driver.no_signal
+    assert not driver.lost
     driver(BatchRequested(0))
     assert [g.group_id for g in driver.batches[0].groups] == ["a-000009"]
     driver(VersionLoaded(1))
     for _ in range(10):
         for start in driver.take_starts():
             driver(done(start, 0.0, 1))
-    assert driver.no_signal == [NoSignal("a", 10)]
+    assert driver.lost == [TooManyLost("a", "dead", 10)]
 
 
 def test_resume_keeps_scored_work_and_issues_the_rest_again_once():
@@ -467,3 +467,162 @@ def test_wrong_drivers_are_told():
         driver(VersionLoaded(0))
     with pytest.raises(ValueError, match="batch 3 was asked for, but the next one is batch 1"):
         driver(BatchRequested(3))
+
+
+def finish(driver: Driver, *group_ids: str, version: int = 0) -> None:
+    for group_id in group_ids:
+        for start in [start for start in driver.starts if start.group_id == group_id]:
+            driver(done(start, float(start.member), version))
+
+
+def test_a_window_lets_a_batch_go_without_a_late_group_that_is_trained_later():
+    """The late family keeps its share of what is trained; its group is not thrown away, and never too old."""
+    driver = Driver({"fast": family(2), "slow": family(2)}, max_staleness=1, share_window=3)
+    finish(driver, *(f"fast-{i:06d}" for i in range(4)), "slow-000001")
+    driver(BatchRequested(0))
+    assert [g.group_id for g in driver.batches[0].groups] == [
+        "fast-000000",
+        "fast-000001",
+        "fast-000002",
+        "slow-000001",
+    ]
+    assert driver.batches[0].counters["owed_groups/slow"] == 1
+    assert driver.batches[0].counters["owed_groups/fast"] == -1
+    assert driver.gate.missing() == {"slow": 3}
+
+
+def test_what_is_owed_counts_for_admission():
+    """Owed groups are not started twice: accepted + running never exceeds the budget; ahead ones are not either."""
+    driver = Driver({"fast": family(2), "slow": family(2)}, max_staleness=1, share_window=3)
+    finish(driver, *(f"fast-{i:06d}" for i in range(4)), "slow-000001")
+    driver(BatchRequested(0))
+    gate = driver.gate
+    assert [gate.budget(name) for name in ("fast", "slow")] == [4, 4]
+    assert (gate.accepted("fast"), gate.accepted("slow")) == (4, 1), "trained and queued ones, whatever the quota"
+    assert len(gate.families["slow"].running) == 3
+    driver(VersionLoaded(1))
+    assert len(gate.families["fast"].running) == 2 and len(gate.families["slow"].running) == 5
+    finish(driver, "slow-000000", "slow-000002", "slow-000003", version=0)
+    driver(BatchRequested(1))
+    taken = [g.group_id for g in driver.batches[1].groups]
+    assert taken == ["fast-000003", "slow-000000", "slow-000002", "slow-000003"], "what was owed is paid back"
+    assert driver.batches[1].counters["lag_max/slow"] == 1
+    assert gate.shares.families["slow"].owed == 0
+
+
+def test_a_late_group_that_is_too_old_is_evicted_and_its_place_stays_owed():
+    driver = Driver({"fast": family(2), "slow": family(2)}, max_staleness=1, share_window=3)
+    for start in driver.starts:
+        if start.group_id == "slow-000000":
+            driver(FirstSampled(start.trajectory_id, 0))
+    finish(driver, *(f"fast-{i:06d}" for i in range(4)), "slow-000001", "slow-000002", version=0)
+    driver(BatchRequested(0))
+    driver(VersionLoaded(1))
+    finish(driver, "fast-000004", "fast-000005", "slow-000003", version=1)
+    driver(BatchRequested(1))
+    driver(VersionLoaded(2))
+    assert driver.gate.families["slow"].counts["evicted_groups"] == 1
+    assert driver.gate.shares.families["slow"].owed == 1
+    assert (driver.gate.accepted("slow"), driver.gate.budget("slow")) == (3, 8)
+    assert len(driver.gate.families["slow"].running) == 5, "the evicted prompt again, and four more"
+
+
+def test_debts_survive_a_resume():
+    families = {"fast": family(2), "slow": family(2)}
+    driver = Driver(families, max_staleness=1, share_window=3)
+    finish(driver, *(f"fast-{i:06d}" for i in range(4)), "slow-000001")
+    driver(BatchRequested(0))
+    state = json.loads(json.dumps(driver.gate.snapshot()))
+    trained = Driver(families, state=state, version=1, max_staleness=1, share_window=3)
+    assert trained.gate.shares.families["slow"].owed == 1 and trained.gate.accepted("slow") == 1
+    untrained = Driver(families, state=state, version=0, max_staleness=1, share_window=3)
+    assert untrained.gate.shares.families["slow"].owed == 0
+    untrained(BatchRequested(0))
+    assert untrained.batches[0].groups == driver.batches[0].groups, "the same batch again"
+
+
+def test_without_a_window_debts_of_a_resumed_run_are_paid_at_once():
+    families = {"fast": family(2), "slow": family(2)}
+    driver = Driver(families, max_staleness=1, share_window=3)
+    finish(driver, *(f"fast-{i:06d}" for i in range(4)), "slow-000001")
+    driver(BatchRequested(0))
+    gate = StalenessGate("run", families, RolloutConfig(max_staleness=1))
+    gate.restore(json.loads(json.dumps(driver.gate.snapshot())), version=1)
+    assert gate.missing() == {"slow": 3}
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_families_of_tenfold_speed_keep_their_trained_shares(window):
+    """One family finishes a group at every tick, the other at every tenth: trained shares are equal over any window."""
+    names = ("fast", "slow")
+    driver = Driver({name: family(3, size=1) for name in names}, max_staleness=2, share_window=window)
+    trained = []
+    for tick in range(1, 600):
+        for name in names if tick % 10 == 0 else ("fast",):
+            playing = driver.gate.families[name].running
+            if playing:
+                group = next(iter(playing.values()))
+                start = next(s for s in driver.starts if s.group_id == group.group_id)
+                driver(done(start, 1.0, driver.gate.version))
+        driver(BatchRequested(driver.gate.next_batch))
+        while len(driver.batches) > len(trained):
+            batch = driver.batches[len(trained)]
+            trained.append({name: sum(g.family == name for g in batch.groups) for name in names})
+            driver(VersionLoaded(batch.version + 1))
+    assert len(trained) == 59 // 3 or window
+    for first in range(len(trained) - (window or 1) + 1):
+        of_window = trained[first : first + (window or 1)]
+        for name in names:
+            groups = sum(batch[name] for batch in of_window)
+            assert abs(groups - 3 * len(of_window)) <= (1 if window else 0)
+    assert not driver.gate.families["fast"].counts["evicted_groups"], "the fast family is paced, not discarded"
+
+
+@pytest.mark.parametrize(
+    ("setting", "cause", "event"), [("max_failed_groups", "failed", failed), ("max_stale_groups", "stale", None)]
+)
+def test_failed_and_stale_groups_have_limits_of_their_own(setting, cause, event):
+    """An outage waits by default; with a limit, it ends the run with its cause. Dead groups count elsewhere."""
+    for limit, lost in ((None, []), (2, [TooManyLost("a", cause, 3)])):
+        driver = Driver(
+            {"a": family(1, size=1)}, max_staleness=0, max_member_retries=0, max_reissues=5, **{setting: limit}
+        )
+        for version in range(3):
+            (start,) = driver.take_starts()
+            if cause == "failed":
+                driver(failed(start))
+            else:
+                driver(FirstSampled(start.trajectory_id, version))
+                driver(VersionLoaded(version + 1))
+        assert driver.lost == lost
+        counts = driver.gate.families["a"].counts
+        assert (counts["failed_groups"], counts["evicted_groups"]) == ((3, 0) if cause == "failed" else (0, 3))
+        assert counts["dead_groups"] == 0
+
+
+def test_limits_count_for_one_batch():
+    driver = Driver({"a": family(1, size=1)}, max_staleness=0, max_member_retries=0, max_failed_groups=1)
+    for version in range(3):
+        (start,) = driver.take_starts()
+        driver(failed(start))
+        driver.play_all(version)
+        driver(BatchRequested(version))
+        driver(VersionLoaded(version + 1))
+    assert not driver.lost
+
+
+def test_a_resumed_service_never_hands_out_a_batch_of_the_past():
+    """S11: resumed at 5, nothing starts for batches 1 to 5, and every trained token has version 5."""
+    driver = Driver({"a": family(2)}, state={"version": 5}, max_staleness=0)
+    assert driver.group_ids() == ["a-000010", "a-000011"], "prompts of the batches 0 to 4 are not played again"
+    with pytest.raises(ValueError, match="batch 4 was asked for, but the next one is batch 5"):
+        driver(BatchRequested(4))
+    driver.play_all(5)
+    driver(BatchRequested(5))
+    assert {m.oldest_version for g in driver.batches[0].groups for m in g.members} == {5}
+
+
+def test_an_older_format_of_the_state_is_refused():
+    state = Driver({"a": family()}).gate.snapshot()
+    with pytest.raises(ValueError, match="has format 1, this version reads 2"):
+        Driver({"a": family()}, state={**state, "format": 1})

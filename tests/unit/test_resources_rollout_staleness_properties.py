@@ -17,12 +17,12 @@ from resources.rollout.gate_events import (
     Cancel,
     FirstSampled,
     MemberDone,
-    NoSignal,
     Opened,
     ScoreArrived,
     ScoreOverdue,
     Start,
     TakeBatch,
+    TooManyLost,
     TrajectoryLost,
     VersionLoaded,
 )
@@ -41,15 +41,17 @@ class World(RuleBasedStateMachine):
             name: FamilyConfig(
                 environment="e",
                 hardware_class="c",
-                groups_per_iteration=integers(1, 3),
+                groups_per_iteration=integers(1, 4),
                 group_size=integers(1, 3),
                 redundant_groups=integers(0, 1),
                 redundant_members=integers(0, 1),
                 max_concurrent_groups=integers(1, 6),
+                num_prompts=data.draw(st.sampled_from([None, 1, 3])),
             )
-            for name in ("a", "b")[: integers(1, 2)]
+            for name in ("a", "b", "c")[: integers(1, 3)]
         }
         alpha = integers(0, 2)
+        self.window = data.draw(st.sampled_from([None, 2, 3])) if alpha else None
         self.config = RolloutConfig(
             pipeline="asynchronous" if alpha else "synchronous",
             max_staleness=alpha,
@@ -60,6 +62,12 @@ class World(RuleBasedStateMachine):
             stale_policy=data.draw(st.sampled_from(["evict", "evict", "finish_masked"])),
             dynamic_sampling=data.draw(st.booleans()),
             max_replaced_groups=3,
+            max_failed_groups=data.draw(st.sampled_from([None, 2])),
+            max_stale_groups=data.draw(st.sampled_from([None, 2])),
+            share_window=self.window,
+            share_slack=integers(1, 2),
+            curriculum=data.draw(st.sampled_from([None, "informative_prompts"])),
+            curriculum_arguments={},
         )
         self.gate = StalenessGate("r", self.families, self.config)
         self.learner = 0
@@ -72,6 +80,8 @@ class World(RuleBasedStateMachine):
         self.ever_started: set[str] = set()
         self.trained: dict[str, int] = {}
         self.oldest_of: dict[str, int | None] = {}
+        self.taken: dict[int, dict[str, int]] = {}
+        """Groups of each family in every batch taken from here."""
         self.asked: int | None = None
         self.feed(Opened())
 
@@ -89,12 +99,18 @@ class World(RuleBasedStateMachine):
                 case TakeBatch():
                     self.check_batch(decision)
                     self.asked = None
-                case NoSignal():
-                    assert self.config.dynamic_sampling
+                case TooManyLost(family, cause, number):
+                    limits = {
+                        "dead": self.config.max_replaced_groups if self.config.dynamic_sampling else None,
+                        "failed": self.config.max_failed_groups,
+                        "stale": self.config.max_stale_groups if self.config.stale_policy == "evict" else None,
+                    }
+                    assert number > limits[cause], (family, cause, number)
         self.gate.validate()
         for name, family in self.families.items():
             state = self.gate.families[name]
-            accepted = self.gate.next_batch * family.groups_per_iteration + len(state.complete)
+            owed = self.gate.shares.families[name].owed
+            accepted = self.gate.next_batch * family.groups_per_iteration - owed + len(state.complete)
             ceiling = (self.config.max_staleness + self.gate.version + 1) * family.groups_per_iteration
             assert accepted <= ceiling and accepted + len(state.running) <= ceiling + family.redundant_groups
         if self.asked is not None and self.asked < self.gate.next_batch:
@@ -105,7 +121,10 @@ class World(RuleBasedStateMachine):
     def check_batch(self, batch: TakeBatch):
         for name, family in self.families.items():
             groups = [group for group in batch.groups if group.family == name]
-            assert len(groups) == family.groups_per_iteration, "exactly the configured share"
+            self.taken.setdefault(batch.version, {})[name] = len(groups)
+            assert len(groups) >= 1, "no batch lacks a family"
+            if self.window is None:
+                assert len(groups) == family.groups_per_iteration, "exactly the configured share"
             for group in groups:
                 assert group.group_id not in self.trained, "a prompt is trained once"
                 self.trained[group.group_id] = batch.version
@@ -115,7 +134,18 @@ class World(RuleBasedStateMachine):
                     assert member.oldest_version == oldest
                     if self.config.stale_policy == "evict" and oldest is not None:
                         assert batch.version - oldest <= self.config.max_staleness, "the bound"
+        assert len(batch.groups) == sum(family.groups_per_iteration for family in self.families.values())
+        self.check_window(batch.version)
         self.learner = batch.version
+
+    def check_window(self, newest: int):
+        """Over any ``window`` batches in a row the trained shares are the configured ones, up to the slack."""
+        batches = [self.taken.get(newest - age) for age in range(self.window or 1)]
+        for name, family in self.families.items():
+            if all(batches):
+                trained = sum(batch[name] for batch in batches)
+                slack = min(self.config.share_slack, family.groups_per_iteration - 1) if self.window else 0
+                assert abs(trained - len(batches) * family.groups_per_iteration) <= slack, (name, batches)
 
     def finish(self, trajectory_id, reward, awaits, failure, sampled_version):
         start, oldest = self.running.pop(trajectory_id)
@@ -215,6 +245,7 @@ class World(RuleBasedStateMachine):
         self.gate.restore(state)
         if self.gate.next_batch < before.next_batch:
             self.trained = {group: v for group, v in self.trained.items() if v < self.gate.next_batch}
+            self.taken = {v: groups for v, groups in self.taken.items() if v < self.gate.next_batch}
         self.running, self.stopping, self.asked = {}, set(), None
         self.awaiting &= set(self.gate.seats)
         self.gate.validate()
