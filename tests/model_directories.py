@@ -99,8 +99,7 @@ class PublishedVersions:
 
     def fetch(self, version: int) -> dict[str, torch.Tensor]:
         self.fetched.append(version)
-        if version < 0:
-            raise KeyError(f"version {version} was never published")
+        self._check_published(version)
         generator = torch.Generator().manual_seed(version)
         return {
             name: tensor + 0.1 * (version > 0) * torch.randn(tensor.shape, generator=generator)
@@ -108,4 +107,10 @@ class PublishedVersions:
         }
 
     def directory(self, version: int) -> Path:
+        self._check_published(version)
         return self.path
+
+    @staticmethod
+    def _check_published(version: int) -> None:
+        if version < 0:
+            raise KeyError(f"version {version} was never published")

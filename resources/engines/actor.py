@@ -123,5 +123,9 @@ def build_engine(
             from resources.engines.local import LocalEngine
 
             return LocalEngine(name, hardware_class, weights, version, config, device=device, threads=threads)
+        case "simulated":
+            from resources.engines.simulated import SimulatedEngine
+
+            return SimulatedEngine(name, hardware_class, weights, version, config)
         case other:
             raise AssertionError(f"EngineConfig lets back end {other!r} pass, and nobody builds it")

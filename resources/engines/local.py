@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 
 from resources.engines.base import EngineStats, GenerateRequest, Generation, LoadReport
-from resources.engines.config import EngineConfig, check_sampling
+from resources.engines.config import EngineConfig
 from resources.engines.local_forward import LocalForward
 from resources.engines.local_layout import ModelLayout, read_layout
 from resources.engines.local_slots import SlotTable
 from resources.engines.local_stepper import Stepper, Ticket
 from resources.engines.local_thread import StepThread
 from resources.engines.local_weights import FusedWeights, WeightSource, fuse_weights
+from resources.engines.request_checks import checked_request
 from resources.failures import DeadlineExceeded, EngineFailure
 
 KV_SHARE_OF_MEMORY = 0.8
@@ -98,7 +98,7 @@ class LocalEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`. Cancelling the coroutine aborts the request."""
-        request = self._checked(request)
+        request = checked_request(request, self._layout.vocab_size)
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._thread.submit(Ticket(request, self._thread.answer_to(future), submitted_at=time.perf_counter()))
         try:
@@ -174,30 +174,6 @@ class LocalEngine:
         timeout_s = self._config.control_timeout_s
         if not await asyncio.to_thread(self._thread.join, timeout_s):
             raise DeadlineExceeded(f"engine {self.name}: its step thread did not end within {timeout_s} s")
-
-    def _checked(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with int32 ids. Raises EngineFailure when it is malformed."""
-        token_ids = np.asarray(request.token_ids)
-        if token_ids.ndim != 1 or not len(token_ids) or not np.issubdtype(token_ids.dtype, np.integer):
-            raise EngineFailure(
-                f"request {request.request_id}: token_ids must be one or more integers in one dimension, got "
-                f"shape {token_ids.shape} of {token_ids.dtype}"
-            )
-        low, high = int(token_ids.min()), int(token_ids.max())
-        if low < 0 or high >= self._layout.vocab_size:
-            raise EngineFailure(
-                f"request {request.request_id}: token ids {low} .. {high} leave the vocabulary 0 .. "
-                f"{self._layout.vocab_size - 1}; engine and tokenizer must come from one model directory"
-            )
-        try:
-            check_sampling(request.sampling)
-        except ValueError as error:
-            raise EngineFailure(f"request {request.request_id}: {error}") from error
-        if token_ids.dtype == np.int32:
-            return request
-        return GenerateRequest(
-            request.request_id, request.trajectory_id, token_ids.astype(np.int32), request.sampling, request.seed
-        )
 
     def _start_fetch(self, version: int) -> Future[_Fetched]:
         if version not in self._fetches:

@@ -14,9 +14,10 @@ import numpy as np
 
 from resources.engines.base import FinishReason, GenerateRequest, Generation
 from resources.engines.local_forward import LocalForward, Piece
-from resources.engines.local_sampling import sample_tokens, uniform_noise
+from resources.engines.local_sampling import sample_tokens
 from resources.engines.local_slots import SlotTable
 from resources.engines.local_weights import FusedWeights
+from resources.engines.noise import uniform_noise
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ import torch
 
 from resources.engines.base import SamplingParams
 from resources.engines.config import check_sampling
-from resources.engines.local_sampling import sample_tokens, uniform_noise
+from resources.engines.local_sampling import sample_tokens
+from resources.engines.noise import uniform_noise
 
 
 def sample(logits: list[list[float]], temperature: float, noise: list[float], greedy: bool = False):
