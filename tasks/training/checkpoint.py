@@ -4,6 +4,7 @@ code."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,9 +33,16 @@ class LearnerCounters:
 
 
 def save_checkpoint(
-    store: ObjectStore, prefix: str, model: PreTrainedModel, optimizer: Optimizer, counters: LearnerCounters
+    store: ObjectStore,
+    prefix: str,
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    counters: LearnerCounters,
+    *,
+    more: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> None:
-    """Write ``model.safetensors``, ``optimizer.safetensors`` and, last, ``state.json`` with their hashes."""
+    """Write ``model.safetensors``, ``optimizer.safetensors``, whatever else is to be kept (``more``: tensors by file
+    name) and, last, ``state.json`` with their hashes."""
     steps: dict[str, float] = {}
     moments: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -45,6 +53,7 @@ def save_checkpoint(
                 moments[f"{moment}.{name}"] = state[moment].detach().cpu().contiguous()
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in policy_tensors(model).items()}
     files = {"model.safetensors": save(weights), "optimizer.safetensors": save(moments)}
+    files |= {name: save(dict(tensors)) for name, tensors in (more or {}).items()}
     for name, data in files.items():
         store.put(f"{prefix}/{name}", data)
     store.put_json(

@@ -2,59 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tasks.training.plugins import ESTIMATORS, LOSSES, NORMALISERS, check_name
-
-
-class AdvantageConfig(BaseModel):
-    """Which advantage estimator turns rewards into advantages."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    estimator: str = "grpo"
-    """``grpo``, or an import path ``package.module:Class`` (built with this object as its only argument)."""
-    scaling: Literal["group", "none"] = "group"
-    """``group``: divide by the group's standard deviation (ddof 0) plus ``epsilon``. ``none``: only subtract the
-    mean."""
-    epsilon: float = Field(default=1e-4, ge=0)
-    """Added to the standard deviation, in units of reward."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Whatever an estimator of your own needs; built-in estimators take none."""
-
-    @field_validator("estimator")
-    @classmethod
-    def _estimator_is_known(cls, value: str) -> str:
-        return check_name("training.advantage.estimator", value, ESTIMATORS)
-
-
-class LossConfig(BaseModel):
-    """Which token loss is minimised."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    name: str = "ppo_clip"
-    """``ppo_clip``: ratio of current to behaviour policy, clipped. ``decoupled``: ratio of current to proximal policy
-    (the learner when the update starts), clipped, times a truncated weight proximal / behaviour. Or an import path
-    ``package.module:Class`` (built with this object as its only argument)."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """Ratios below 1 - clip_low are clipped."""
-    clip_high: float = Field(default=0.28, ge=0)
-    """Ratios above 1 + clip_high are clipped."""
-    behaviour_weight_cap: float = Field(default=2.0, gt=0)
-    """``decoupled`` only: the weight proximal / behaviour is truncated to at most this."""
-    behaviour_weight_level: Literal["token", "sequence_sum", "sequence_mean"] = "token"
-    """``decoupled`` only: one weight per token, or one per sequence from the sum, or from the mean, of its tokens'
-    log-ratios (``sequence_sum`` is the exact importance weight; it leaves 1 quickly on long sequences)."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Whatever a loss of your own needs; built-in losses take none."""
-
-    @field_validator("name")
-    @classmethod
-    def _loss_is_known(cls, value: str) -> str:
-        return check_name("training.loss.name", value, LOSSES)
+from tasks.training.algorithm_config import (
+    AdvantageConfig,
+    CorrectionConfig,
+    CriticConfig,
+    FamilyTrainingConfig,
+    KLConfig,
+    LossConfig,
+)
+from tasks.training.plugins import ESTIMATORS, NORMALISERS, RATIO_LOSSES, WEIGHTING_CORRECTIONS, check_name
 
 
 class OptimizerConfig(BaseModel):
@@ -97,10 +57,21 @@ class TrainingConfig(BaseModel):
     """How rewards become advantages."""
     loss: LossConfig = LossConfig()
     """What is minimised."""
+    corrections: tuple[CorrectionConfig, ...] = ()
+    """Off-policy corrections of the loss: their weights multiply, whatever masks a token masks it."""
+    kl: KLConfig = KLConfig()
+    """Penalty for leaving the reference policy."""
+    critic: CriticConfig | None = None
+    """Value head for ``training.advantage.estimator`` ``gae``. None: there is none."""
+    families: dict[str, FamilyTrainingConfig] = Field(default_factory=dict)
+    """By task family: what is done otherwise there."""
     normaliser: str = "family_token_mean"
     """The denominator, over a whole optimizer step. ``family_token_mean``: trained tokens of the row's family, times
     the number of families (families weigh the same). ``token_mean``: trained tokens. ``sequence_mean``: trained tokens
-    of the row, times the number of rows. Or an import path ``package.module:function``."""
+    of the row, times the number of rows. ``fixed_length``: ``fixed_length_tokens``, times the number of rows. Or an
+    import path ``package.module:function``."""
+    fixed_length_tokens: int | None = Field(default=None, ge=1)
+    """The constant of ``fixed_length``: the most tokens that a row may sample, say. Required there."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     minibatches: int = Field(default=4, ge=1)
@@ -126,3 +97,49 @@ class TrainingConfig(BaseModel):
     @classmethod
     def _normaliser_is_known(cls, value: str) -> str:
         return check_name("training.normaliser", value, NORMALISERS)
+
+    @model_validator(mode="after")
+    def _algorithms_have_what_they_need(self) -> TrainingConfig:
+        sections = {"training": FamilyTrainingConfig()} | {
+            f"training.families.{name}": family for name, family in self.families.items()
+        }
+        estimators = {where: (each.advantage or self.advantage).estimator for where, each in sections.items()}
+        for where, estimator in estimators.items():
+            if estimator == "gae" and self.critic is None:
+                raise ValueError(
+                    f"{where}.advantage.estimator is 'gae', which needs a critic, but training.critic is null; "
+                    "set training.critic to {} for its defaults, or choose another estimator"
+                )
+        if self.critic is not None and all(name in ESTIMATORS and name != "gae" for name in estimators.values()):
+            raise ValueError(
+                f"training.critic is given, but no estimator reads it (they are {sorted(set(estimators.values()))}); "
+                "set training.advantage.estimator to 'gae', or leave training.critic out"
+            )
+        if self.normaliser == "fixed_length" and self.fixed_length_tokens is None:
+            raise ValueError(
+                "training.normaliser is 'fixed_length', but training.fixed_length_tokens is null; give the constant, "
+                "for instance the most tokens that a row may sample"
+            )
+        for where, each in sections.items():
+            _check_weights_count_once(
+                where,
+                each.loss or self.loss,
+                self.corrections if each.corrections is None else each.corrections,
+            )
+        return self
+
+
+def _check_weights_count_once(where: str, loss: LossConfig, corrections: tuple[CorrectionConfig, ...]) -> None:
+    """A weight proximal / behaviour beside a ratio that already divides by the behaviour policy counts it twice."""
+    weighs = [each.name for each in corrections if each.name in WEIGHTING_CORRECTIONS]
+    counted = loss.name in RATIO_LOSSES and (loss.ratio_to == "behaviour" or loss.name == "decoupled")
+    if weighs and counted:
+        remedy = (
+            "leave the correction out (decoupled has this weight in it)"
+            if loss.name == "decoupled"
+            else "set its loss.ratio_to to 'proximal', or use a mask (ratio_mask) instead"
+        )
+        raise ValueError(
+            f"{where}.corrections has {weighs[0]!r}, a weight proximal / behaviour, but loss {loss.name!r} with "
+            f"ratio_to {loss.ratio_to!r} already weighs by the behaviour policy; {remedy}"
+        )

@@ -5,11 +5,24 @@ Legend: N trained tokens of a micro-batch, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tasks.training.packing import MicroBatch
+
+
+class TokenOutputs(NamedTuple):
+    """What the policy says at the N trained tokens of a micro-batch."""
+
+    logprobs_N: torch.Tensor
+    """float32: log-probability of each token at its row's temperature."""
+    entropy_N: torch.Tensor
+    """float32: entropy of the distribution it was drawn from."""
+    hidden_ND: torch.Tensor
+    """The decoder's hidden state where the token is predicted."""
 
 
 class PolicyForward:
@@ -23,24 +36,24 @@ class PolicyForward:
         vocabulary_size = int(model.config.get_text_config().vocab_size)
         self.chunk_N = max(1, max_logits_per_chunk // vocabulary_size)
 
-    def logprobs(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """`hidden_states`, then `head_logprobs`."""
-        return self.head_logprobs(self.hidden_states(batch), batch, entropy_gradient=entropy_gradient)
+    def logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies (without gradient) of `tokens`."""
+        outputs = self.tokens(batch)
+        return outputs.logprobs_N, outputs.entropy_N
 
-    def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
-        """What the decoder holds where each trained token is predicted: [N, D]."""
-        hidden_TD = self.decoder(**batch.model_inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        return hidden_TD.index_select(0, batch.hidden_index_N)
+    def tokens(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
+        """One pass over a micro-batch. The entropy carries a gradient only if ``entropy_gradient``.
 
-    def head_logprobs(
-        self, hidden_ND: torch.Tensor, batch: MicroBatch, *, entropy_gradient: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each trained token at its row's temperature, and the entropy there (which carries a
-        gradient only if ``entropy_gradient``).
-
-        Both float32 [N]. Positions beyond ``max_logits_per_chunk`` are computed in chunks; with gradients enabled
-        each chunk is recomputed in the backward pass, so that one chunk of logits is held at a time.
+        Positions beyond ``max_logits_per_chunk`` are computed in chunks; with gradients enabled each chunk is
+        recomputed in the backward pass, so that one chunk of logits is held at a time.
         """
+        hidden_TD = self.decoder(**batch.model_inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        hidden_ND = hidden_TD.index_select(0, batch.hidden_index_N)
+        return TokenOutputs(*self._chunked_logprobs(hidden_ND, batch, entropy_gradient), hidden_ND)
+
+    def _chunked_logprobs(
+        self, hidden_ND: torch.Tensor, batch: MicroBatch, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         num_trained = hidden_ND.shape[0]
         if num_trained <= self.chunk_N:
             return self._head_logprobs(hidden_ND, batch.targets_N, batch.inverse_temperature_N, entropy_gradient)

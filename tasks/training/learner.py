@@ -11,25 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from resources.object_store import ObjectStore
 from resources.policy.directory import policy_files
-from tasks.training.advantages.base import AdvantageEstimator
+from tasks.training.advantages.base import AdvantageInputs
+from tasks.training.algorithms import Algorithms
 from tasks.training.checkpoint import LearnerCounters, restore_checkpoint, save_checkpoint
 from tasks.training.config import TrainingConfig
+from tasks.training.critic import CRITIC_FILE, Critic, read_critic
 from tasks.training.forward import PolicyForward
-from tasks.training.losses.base import Loss
-from tasks.training.masks import derive_masks
+from tasks.training.masks import derive_masks, is_beyond_bound, trainable_tokens
 from tasks.training.metrics import batch_metrics
 from tasks.training.model import load_policy, policy_tensors
-from tasks.training.normalisers import Normaliser
+from tasks.training.normalisers import build_normaliser
+from tasks.training.objective import Objective
 from tasks.training.optimizer import build_optimizer
 from tasks.training.packing import PackableSequence
-from tasks.training.plugins import ESTIMATORS, LOSSES, NORMALISERS, resolve
 from tasks.training.row import TrainingRow
 from tasks.training.schedule import learning_rate_at
 from tasks.training.steps import StepsReport, TrainableRows, UpdateSteps
+from tasks.training.token_reads import read_sampled_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +80,15 @@ class Learner:
         self.skipped_updates = 0
         self.skipped_steps = 0
         self._failure: str | None = None
-        estimator = resolve("training.advantage.estimator", config.advantage.estimator, ESTIMATORS)
-        self._estimator: AdvantageEstimator = estimator(config.advantage)
-        self._loss: Loss = resolve("training.loss.name", config.loss.name, LOSSES)(config.loss)
-        self._normalise: Normaliser = resolve("training.normaliser", config.normaliser, NORMALISERS)
+        self.algorithms = Algorithms(config)
+        self._loss = Objective(self.algorithms)
+        self._normalise = build_normaliser(config)
         self.model = load_policy(model_directory, config.layout, device)
         self._vocabulary_size = int(self.model.config.get_text_config().vocab_size)
         self._forward = PolicyForward(self.model, config.max_logits_per_chunk)
         self._optimizer = build_optimizer(list(self.model.parameters()), config.optimizer)
+        width = int(self.model.config.get_text_config().hidden_size)
+        self._critic = None if config.critic is None else Critic(width, config.critic, device)
 
     def update(
         self,
@@ -117,7 +121,8 @@ class Learner:
         started = time.perf_counter()
         for row in rows:
             row.validate(version=version, vocabulary_size=self._vocabulary_size)
-        advantages = self._estimator.estimate(rows)
+        inputs = self._advantage_inputs(rows, version, max_staleness)
+        advantages = self.algorithms.estimate(inputs)
         masks = derive_masks(
             rows,
             advantages.excluded_R,
@@ -136,6 +141,10 @@ class Learner:
             behaviour_RT=[rows[i].behaviour_logprobs for i in live],
             versions_RT=[rows[i].token_versions for i in live],
             num_families=num_families or len({row.family for row in rows}),
+            version=version,
+            rewards_R=[rows[i].reward or 0.0 for i in live],
+            values_RT=None if inputs.values_RT is None else [inputs.values_RT[i] for i in live],
+            returns_RT=None if advantages.returns_RT is None else [advantages.returns_RT[i] for i in live],
         )
         steps_taken = 0
         if live:
@@ -186,7 +195,8 @@ class Learner:
         counters = LearnerCounters(
             self.seed, self.version, self.optimizer_step, self.skipped_updates, self.skipped_steps
         )
-        save_checkpoint(store, prefix, self.model, self._optimizer, counters)
+        more = {} if self._critic is None else {CRITIC_FILE: self._critic.tensors()}
+        save_checkpoint(store, prefix, self.model, self._optimizer, counters, more=more)
 
     def restore(self, store: ObjectStore, prefix: str) -> None:
         """Go on from a checkpoint: the next update is bitwise the one that would have followed it.
@@ -195,12 +205,30 @@ class Learner:
             KeyError: there is no complete checkpoint.
             ValueError: it is damaged, of another model, or of a run with another seed (nothing has changed then).
         """
+        critic = None if self._critic is None else read_critic(store, prefix)
         counters = restore_checkpoint(store, prefix, self.model, self._optimizer, seed=self.seed)
+        if self._critic is not None and critic is not None:
+            self._critic.load(critic)
         self.version = counters.version
         self.optimizer_step = counters.optimizer_step
         self.skipped_updates = counters.skipped_updates
         self.skipped_steps = counters.skipped_steps
         self._failure = None
+
+    def _advantage_inputs(
+        self, rows: Sequence[TrainingRow], version: int, max_staleness: int | None
+    ) -> AdvantageInputs:
+        return AdvantageInputs(
+            rows=rows,
+            trainable_RT=[trainable_tokens(row, version, max_staleness, self.config.truncated_rows) for row in rows],
+            counted_R=[not is_beyond_bound(row, version, max_staleness) for row in rows],
+            values_RT=None if self._critic is None else self._read_values(rows, self._critic),
+        )
+
+    def _read_values(self, rows: Sequence[TrainingRow], critic: Critic) -> list[np.ndarray]:
+        return read_sampled_tokens(
+            rows, lambda batch: critic.values(self._forward.tokens(batch).hidden_ND), self.config, self.device
+        )
 
     def _set_learning_rate(self, version: int) -> float:
         learning_rate = learning_rate_at(version, self.config.optimizer, self.total_updates)
@@ -217,6 +245,7 @@ class Learner:
             optimizer=self._optimizer,
             config=self.config,
             device=self.device,
+            critic=self._critic,
         )
         try:
             return steps.run(version=version, seed=self.seed)

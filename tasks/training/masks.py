@@ -20,6 +20,22 @@ class TrainingMasks:
     """Sampled tokens that are not trained, by cause; each counts once, under the first cause that applies."""
 
 
+def is_beyond_bound(row: TrainingRow, version: int, max_staleness: int | None) -> bool:
+    """Whether every sampled token of a row (at least one) is beyond the staleness bound."""
+    sampled = row.token_versions[row.loss_mask]
+    return max_staleness is not None and sampled.size > 0 and version - int(sampled.max()) > max_staleness
+
+
+def trainable_tokens(
+    row: TrainingRow, version: int, max_staleness: int | None, truncated_rows: Literal["train", "mask"]
+) -> np.ndarray:
+    """bool [T]: sampled, within the staleness bound, and not of a cut row that is to be masked."""
+    mask = row.loss_mask.astype(np.bool_)
+    if row.truncated and truncated_rows == "mask":
+        return np.zeros_like(mask)
+    return mask if max_staleness is None else mask & (version - row.token_versions <= max_staleness)
+
+
 def derive_masks(
     rows: Sequence[TrainingRow],
     excluded: Sequence[str | None],
@@ -39,10 +55,7 @@ def derive_masks(
             masked[cause] += int(row.loss_mask.sum())
             trained.append(np.zeros(len(row.token_ids), np.bool_))
             continue
-        mask = row.loss_mask.astype(np.bool_)
-        if max_staleness is not None:
-            stale = mask & (version - row.token_versions > max_staleness)
-            masked["stale"] += int(stale.sum())
-            mask = mask & ~stale
+        mask = trainable_tokens(row, version, max_staleness, truncated_rows)
+        masked["stale"] += int(row.loss_mask.sum()) - int(mask.sum())
         trained.append(mask)
     return TrainingMasks(trained, {cause: count for cause, count in masked.items() if count})

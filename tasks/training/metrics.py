@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,13 @@ def batch_metrics(
         metrics[f"trained_tokens/{family}"] = trained[family]
         if rewards[family]:
             metrics[f"reward/{family}"] = math.fsum(rewards[family].values()) / len(rewards[family])
+        of_family = [
+            values[mask]
+            for row, values, mask in zip(rows, advantages.values_RT, masks.trained_RT, strict=True)
+            if row.family == family
+        ]
+        if trained[family]:
+            metrics[f"advantage/std/{family}"] = float(np.concatenate(of_family).astype(np.float64).std())
         if num_groups := advantages.num_groups.get(family, 0):
             metrics[f"num_groups/{family}"] = num_groups
             metrics[f"dead_group_share/{family}"] = advantages.num_dead_groups.get(family, 0) / num_groups
@@ -68,6 +75,7 @@ class StepSums:
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
+        self._counts: Counter[str] = Counter()
         self._extrema: dict[str, torch.Tensor] = {}
         self.num_tokens = 0
 
@@ -87,13 +95,22 @@ class StepSums:
             }
             for name, value in sums.items():
                 self._sums[name] = self._sums.get(name, 0.0) + value.detach()
+                self._counts[name] += losses.counts.get(name, losses.ratio_N.numel())
             lowest, highest = torch.aminmax(losses.ratio_N)
             self._extrema["ratio/min"] = torch.minimum(self._extrema.get("ratio/min", lowest), lowest)
             self._extrema["ratio/max"] = torch.maximum(self._extrema.get("ratio/max", highest), highest)
 
+    def add_means(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Further quantities of some tokens, [N] each; reported as means over these."""
+        for name, values_N in values.items():
+            if values_N.numel():
+                self._sums[name] = self._sums.get(name, 0.0) + values_N.sum()
+                self._counts[name] += values_N.numel()
+
     def merge(self, other: StepSums) -> None:
         """Add what another one has counted."""
         self.num_tokens += other.num_tokens
+        self._counts.update(other._counts)
         for name, value in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
         for name, value in other._extrema.items():
@@ -102,7 +119,7 @@ class StepSums:
 
     def read(self) -> dict[str, float]:
         """Means over tokens and extrema; {} when there was no token."""
-        means = {name: float(value) / self.num_tokens for name, value in self._sums.items()}
+        means = {name: float(value) / self._counts[name] for name, value in self._sums.items()}
         return {**means, **{name: float(value) for name, value in self._extrema.items()}}
 
 

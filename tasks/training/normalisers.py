@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
+
+from tasks.training.config import TrainingConfig
+from tasks.training.plugins import NORMALISERS, resolve
 
 Normaliser = Callable[[np.ndarray, Sequence[str], int], np.ndarray]
 """(trained tokens of each row, int [R], all > 0; family of each row [R]; number of families of the update) -> weight of
@@ -36,3 +40,32 @@ def family_token_mean(num_tokens_R: np.ndarray, families_R: Sequence[str], num_f
     for family, num_tokens in zip(families_R, num_tokens_R, strict=True):
         tokens_of[family] += int(num_tokens)
     return np.array([1.0 / (tokens_of[family] * num_families) for family in families_R])
+
+
+def fixed_length(
+    num_tokens_R: np.ndarray, families_R: Sequence[str], num_families: int, *, num_tokens: int
+) -> np.ndarray:
+    """Every token counts 1 / (constant * rows of the step), however long its row is (Dr. GRPO, arXiv 2503.20783,
+    section 3.1): a long row is neither favoured nor spared."""
+    return np.full(len(num_tokens_R), 1.0 / (num_tokens * max(1, len(num_tokens_R))))
+
+
+def build_normaliser(config: TrainingConfig) -> Normaliser:
+    """The configured denominator, times the weights of families. Raises ValueError for one that cannot be found."""
+    normalise: Normaliser = resolve("training.normaliser", config.normaliser, NORMALISERS)
+    if config.normaliser == "fixed_length":
+        assert config.fixed_length_tokens is not None, "the configuration asks for it"
+        normalise = partial(fixed_length, num_tokens=config.fixed_length_tokens)
+    weights = {name: family.weight for name, family in config.families.items() if family.weight != 1.0}
+    return partial(_weighted, normalise, weights) if weights else normalise
+
+
+def _weighted(
+    normalise: Normaliser,
+    weights: dict[str, float],
+    num_tokens_R: np.ndarray,
+    families_R: Sequence[str],
+    num_families: int,
+) -> np.ndarray:
+    of_rows = np.array([weights.get(family, 1.0) for family in families_R])
+    return of_rows * normalise(num_tokens_R, families_R, num_families)

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 HIGHEST_LOGPROB = 1e-3
 """Rounding may lift a log-probability of 0 a little; anything above this is no log-probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """One generation and what it was an answer to; positions index the row's arrays."""
+
+    observation_start: int
+    """The tokens from here to ``action_start`` are what the policy read since its last action."""
+    action_start: int
+    action_end: int
+    """The generation is the tokens from ``action_start`` up to, not including, this one."""
+    reward: float = 0.0
+    """Inline reward of the step that this action made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +48,10 @@ class TrainingRow:
     trajectory_id: str
     truncated: bool = False
     """Cut by a limit, not ended by the task."""
+    turns: tuple[TurnSpan, ...] = ()
+    """In order. Empty: not known; estimators that work by turn then refuse the row."""
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the final reward, where its scorer tells them."""
 
     def validate(self, *, version: int, vocabulary_size: int) -> None:
         """Refuse a row that cannot be trained on as it is.
@@ -53,6 +71,9 @@ class TrainingRow:
             raise ValueError(
                 f"{where}: reward is {self.reward}; a reward is finite, or None for an unscored trajectory"
             )
+        for name, value in self.reward_components.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{where}: reward component {name!r} is {value}; a reward is finite")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"{where}: temperature is {self.temperature}; it must be above 0")
         if not shape[0]:
@@ -71,7 +92,8 @@ class TrainingRow:
         if logprobs.size and not (np.isfinite(logprobs).all() and logprobs.max() <= HIGHEST_LOGPROB):
             raise ValueError(
                 f"{where}: behaviour_logprobs of sampled tokens are not all finite and at most 0 "
-                f"(min {logprobs.min()}, max {logprobs.max()})"
+                f"(min {logprobs.min()}, max {logprobs.max()}); the engine must give the log-probability of every "
+                "token that it samples"
             )
         versions = self.token_versions[self.loss_mask]
         if versions.size and (int(versions.min()) < 0 or int(versions.max()) > version):
@@ -79,6 +101,24 @@ class TrainingRow:
                 f"{where}: sampled under versions {int(versions.min())} to {int(versions.max())}, but the learner "
                 f"holds version {version}; sampled tokens carry a version from 0 to that"
             )
+
+        self._validate_turns(where)
+
+    def _validate_turns(self, where: str) -> None:
+        end = 0
+        in_turns = np.zeros(len(self.token_ids), np.bool_)
+        for number, turn in enumerate(self.turns):
+            if not end <= turn.observation_start <= turn.action_start <= turn.action_end <= len(self.token_ids):
+                raise ValueError(
+                    f"{where}: turn {number} spans {turn.observation_start}, {turn.action_start}, {turn.action_end} "
+                    f"behind {end} of {len(self.token_ids)} tokens; turns lie in order and do not overlap"
+                )
+            if not math.isfinite(turn.reward):
+                raise ValueError(f"{where}: reward of turn {number} is {turn.reward}; a reward is finite")
+            in_turns[turn.action_start : turn.action_end] = True
+            end = turn.action_end
+        if self.turns and (self.loss_mask & ~in_turns).any():
+            raise ValueError(f"{where}: a sampled token lies in no turn; turns must cover every sampled token")
 
     @property
     def oldest_version(self) -> int | None:

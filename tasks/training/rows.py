@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from resources.rollout.messages import Batch
 from resources.trajectories.trajectory import Trajectory
-from tasks.training.row import TrainingRow
+from tasks.training.row import TrainingRow, TurnSpan
 
 
-def training_rows(batch: Batch, trajectories: list[Trajectory]) -> list[TrainingRow]:
+def training_rows(
+    batch: Batch, trajectories: list[Trajectory], pool_components: Mapping[str, Mapping[str, float]] | None = None
+) -> list[TrainingRow]:
     """One row a member, in the manifest's order, with the *final* reward that the manifest names (None: unscored).
 
-    ``trajectories`` are the members' rows in the same order. Raises ValueError when a row is not the member's.
+    ``trajectories`` are the members' rows in the same order; ``pool_components`` holds, by trajectory, the reward
+    components of those that the reward pool judged (None: not read). Raises ValueError when a row is not the member's.
     """
     members = [(group, member) for group in batch.groups for member in group.members]
     if len(members) != len(trajectories):
@@ -40,6 +43,11 @@ def training_rows(batch: Batch, trajectories: list[Trajectory]) -> list[Training
                 rollout_id=trajectory.rollout_id,
                 trajectory_id=trajectory.trajectory_id,
                 truncated=trajectory.truncated,
+                turns=tuple(
+                    TurnSpan(turn.observation_start, turn.action_start, turn.action_end, turn.reward)
+                    for turn in trajectory.turns
+                ),
+                reward_components=(pool_components or {}).get(trajectory.trajectory_id, trajectory.reward_components),
             )
         )
     return rows

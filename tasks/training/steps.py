@@ -8,7 +8,7 @@ micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,14 @@ import torch
 
 from resources.failures import RollartError
 from tasks.training.config import TrainingConfig
+from tasks.training.correcting import correction_weights
+from tasks.training.critic import Critic
 from tasks.training.forward import PolicyForward
-from tasks.training.losses.base import Loss, LossInputs
+from tasks.training.losses.base import LossInputs
 from tasks.training.metrics import StepSums, mismatch_metrics
 from tasks.training.minibatches import deal_minibatches
 from tasks.training.normalisers import Normaliser
+from tasks.training.objective import Objective
 from tasks.training.packing import MicroBatch, PackableSequence, pack, plan_microbatches
 
 
@@ -43,6 +46,14 @@ class TrainableRows:
     """int32 [T] each"""
     num_families: int
     """Families that share the loss equally."""
+    version: int = 0
+    """The learner's version when the update starts."""
+    rewards_R: list[float] | None = None
+    """Final reward of each row; None: 0."""
+    values_RT: list[np.ndarray] | None = None
+    """float32 [T] each: the critic's values when the update starts; None without a critic."""
+    returns_RT: list[np.ndarray | None] | None = None
+    """float32 [T] each: what the critic should have said; None for a row that teaches it nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +71,12 @@ class UpdateSteps:
         rows: TrainableRows,
         *,
         forward: PolicyForward,
-        loss: Loss,
+        loss: Objective,
         normalise: Normaliser,
         optimizer: torch.optim.Optimizer,
         config: TrainingConfig,
         device: str,
+        critic: Critic | None = None,
     ) -> None:
         self.rows = rows
         self.forward = forward
@@ -73,21 +85,25 @@ class UpdateSteps:
         self.optimizer = optimizer
         self.config = config
         self.device = device
+        self.critic = critic
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.num_tokens_R = np.array([int(sequence.trained.sum()) for sequence in rows.sequences])
         self.start_logprobs: dict[int, torch.Tensor] = {}
         """By row: log-probabilities of its trained tokens under the weights with which the update started."""
+        self.correction_weights: dict[int, torch.Tensor] = {}
+        """By row: weights of its trained tokens; without a row: 1."""
 
     def run(self, *, version: int, seed: int) -> StepsReport:
         """All epochs. Raises NonFiniteUpdate."""
         sums = StepSums()
+        corrected = self.prepare_corrections()
         losses: list[float] = []
         norms: list[float] = []
         num_steps = 0
         for epoch in range(self.config.epochs):
             rng = np.random.default_rng([seed, version, epoch])
             minibatches = deal_minibatches(self.rows.families, self.config.minibatches, rng)
-            if epoch == 0 and self.loss.needs_proximal:
+            if epoch == 0 and self.loss.needs_proximal and not self.start_logprobs:
                 for minibatch in minibatches[1:]:
                     self._read_start_logprobs(minibatch)
             for minibatch in minibatches:
@@ -98,11 +114,13 @@ class UpdateSteps:
                     self._refuse(version, loss, norm)
                     continue
                 self.optimizer.step()
+                if self.critic is not None:
+                    self.critic.optimizer.step()
                 sums.merge(step_sums)
                 losses.append(loss)
                 norms.append(norm)
         self.optimizer.zero_grad(set_to_none=True)
-        metrics: dict[str, Any] = {**sums.read(), **self._mismatch(version)}
+        metrics: dict[str, Any] = {**sums.read(), **self._mismatch(version), **corrected}
         if losses:
             metrics |= {
                 "loss": sum(losses) / len(losses),
@@ -115,6 +133,8 @@ class UpdateSteps:
         """Gradient of a whole minibatch, clipped. Returns sums for the metrics, the loss, and the norm before the
         clip."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.optimizer.zero_grad(set_to_none=True)
         sums = StepSums()
         weights = self.normalise(
             self.num_tokens_R[minibatch], [self.rows.families[row] for row in minibatch], self.rows.num_families
@@ -122,7 +142,9 @@ class UpdateSteps:
         weight_of = dict(zip(minibatch, weights, strict=True))
         loss = torch.zeros((), device=self.device)
         for batch in self._microbatches(minibatch):
-            current_N, entropy_N = self.forward.logprobs(batch)
+            current_N, entropy_N, hidden_ND = self.forward.tokens(
+                batch, entropy_gradient=self.loss.needs_entropy_gradient
+            )
             if at_start:
                 self._keep_start_logprobs(batch, current_N.detach())
             inputs = LossInputs(
@@ -134,15 +156,81 @@ class UpdateSteps:
                 advantages_N=self._gather(self.rows.advantages_RT, batch),
                 sequence_N=batch.sequence_N,
                 num_sequences=len(batch.rows),
+                entropy_N=entropy_N,
+                rewards_N=self._of_rows(self.rows.rewards_R, batch),
+                staleness_N=(self.rows.version - self._gather(self.rows.versions_RT, batch)).long(),
             )
-            token_losses = self.loss.token_losses(inputs)
-            weights_B = torch.tensor([weight_of[row] for row in batch.rows], dtype=torch.float32, device=self.device)
-            part = (token_losses.values_N * weights_B.index_select(0, batch.sequence_N)).sum()
+            token_losses = self.loss.token_losses(
+                inputs, [self.rows.families[row] for row in batch.rows], self._correction_weights(batch)
+            )
+            weights_N = self._of_rows(weight_of, batch)
+            part = (token_losses.values_N * weights_N).sum()
+            if self.critic is not None:
+                part = part + self._value_loss(self.critic, hidden_ND, batch, weights_N, sums)
             part.backward()
             loss += part.detach()
             sums.add(inputs, token_losses, entropy_N)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm)
+        if self.critic is not None:
+            # Its loss is part of the loss: a head that is not finite is refused with it.
+            sums.add_means({"critic/grad_norm": self.critic.clip_gradient()[None]})
         return sums, float(loss), float(norm)
+
+    def prepare_corrections(self) -> dict[str, float]:
+        """Weights of the off-policy corrections, for all rows at once and before the first step. Returns metrics."""
+        algorithms = self.loss.algorithms
+        if not any(algorithm.corrections for algorithm in algorithms.all):
+            return {}
+        if any(correction.needs_proximal for algorithm in algorithms.all for correction in algorithm.corrections):
+            self._read_start_logprobs(range(len(self.rows.sequences)))
+        trained = [sequence.trained for sequence in self.rows.sequences]
+        log_ratios_R = {
+            row: logprobs - self._tensor(self.rows.behaviour_RT[row][trained[row]])
+            for row, logprobs in self.start_logprobs.items()
+        }
+        staleness_R = [
+            torch.as_tensor(self.rows.version - versions[mask].astype(np.int64), device=self.device)
+            for versions, mask in zip(self.rows.versions_RT, trained, strict=True)
+        ]
+        self.correction_weights, metrics = correction_weights(algorithms, self.rows.families, log_ratios_R, staleness_R)
+        return metrics
+
+    def _correction_weights(self, batch: MicroBatch) -> torch.Tensor | None:
+        if not self.correction_weights:
+            return None
+        parts = [
+            self.correction_weights[row]
+            if row in self.correction_weights
+            else torch.ones(int(self.num_tokens_R[row]), device=self.device)
+            for row in batch.rows
+        ]
+        return torch.cat(parts)
+
+    def _value_loss(
+        self, critic: Critic, hidden_ND: torch.Tensor, batch: MicroBatch, weights_N: torch.Tensor, sums: StepSums
+    ) -> torch.Tensor:
+        """The critic's part of the loss, over the rows that teach it."""
+        assert self.rows.values_RT is not None and self.rows.returns_RT is not None, "read before the first step"
+        taught_R = [self.rows.returns_RT[row] is not None for row in batch.rows]
+        taught_N = torch.tensor(taught_R, device=self.device).index_select(0, batch.sequence_N).nonzero().squeeze(-1)
+        returns_RT = [
+            np.zeros_like(start) if returns is None else returns
+            for start, returns in zip(self.rows.values_RT, self.rows.returns_RT, strict=True)
+        ]
+        values_N = critic.values(hidden_ND.index_select(0, taught_N))
+        start_N, returns_N = (
+            self._gather(each, batch).index_select(0, taught_N) for each in (self.rows.values_RT, returns_RT)
+        )
+        losses_N, clipped_N = critic.losses(values_N, start_N, returns_N)
+        sums.add_means(
+            {
+                "critic/loss": losses_N.detach(),
+                "critic/clip_share": clipped_N.float(),
+                "critic/value": values_N.detach(),
+                "critic/return": returns_N,
+            }
+        )
+        return (losses_N * weights_N.index_select(0, taught_N)).sum()
 
     def _refuse(self, version: int, loss: float, norm: float) -> None:
         if self.config.on_nonfinite == "stop":
@@ -168,10 +256,18 @@ class UpdateSteps:
         parts = logprobs_N.split(self.num_tokens_R[list(batch.rows)].tolist())
         self.start_logprobs.update(zip(batch.rows, parts, strict=True))
 
+    def _of_rows(self, values: Mapping[int, float] | Sequence[float] | None, batch: MicroBatch) -> torch.Tensor:
+        """A number of each row, at its trained tokens: float32 [N]. None: 0."""
+        numbers = [0.0 if values is None else values[row] for row in batch.rows]
+        return torch.tensor(numbers, dtype=torch.float32, device=self.device).index_select(0, batch.sequence_N)
+
     def _gather(self, values_RT: Sequence[np.ndarray], batch: MicroBatch) -> torch.Tensor:
         """The trained positions of per-token arrays, in the order of the micro-batch: float32 [N]."""
         parts = [values_RT[row][self.rows.sequences[row].trained] for row in batch.rows]
-        return torch.as_tensor(np.concatenate(parts), dtype=torch.float32, device=self.device)
+        return self._tensor(np.concatenate(parts))
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.float32, device=self.device)
 
     def _mismatch(self, version: int) -> dict[str, float]:
         rows = sorted(self.start_logprobs)

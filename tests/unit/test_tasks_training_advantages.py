@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.training.advantages.base import Advantages
+from tasks.training.advantages.base import AdvantageInputs, Advantages
 from tasks.training.advantages.grpo import GRPO
 from tasks.training.config import AdvantageConfig
 from tests.unit.test_tasks_training_row import make_row
@@ -25,7 +25,7 @@ def estimate(*groups: list[float | None], scaling: str = "group", epsilon: float
         for number, group in enumerate(groups)
         for member, reward in enumerate(group)
     ]
-    return GRPO(AdvantageConfig(scaling=scaling, epsilon=epsilon)).estimate(rows)
+    return GRPO(AdvantageConfig(scaling=scaling, epsilon=epsilon)).estimate(AdvantageInputs.of(rows))
 
 
 def firsts(advantages: Advantages) -> list[float]:
@@ -87,7 +87,7 @@ def test_a_group_without_any_score_is_no_group() -> None:
 def test_m14_rows_of_one_rollout_count_once() -> None:
     """M14: A: one row, reward 1; B: four rows, reward 0: baseline 0.5, not 0.2."""
     rows = [make_row(0, reward=1.0, rollout="A")] + [make_row(1 + i, reward=0.0, rollout="B") for i in range(4)]
-    result = GRPO(AdvantageConfig(scaling="none")).estimate(rows)
+    result = GRPO(AdvantageConfig(scaling="none")).estimate(AdvantageInputs.of(rows))
     assert firsts(result) == [0.5, -0.5, -0.5, -0.5, -0.5]
     assert result.num_rollouts == 2
 
@@ -95,7 +95,7 @@ def test_m14_rows_of_one_rollout_count_once() -> None:
 def test_rows_of_one_rollout_with_two_rewards_are_refused() -> None:
     rows = [make_row(0, reward=1.0, rollout="A"), make_row(1, reward=0.0, rollout="A")]
     with pytest.raises(ValueError, match=r"rollout A has rows with rewards 1\.0 and 0\.0"):
-        GRPO(AdvantageConfig()).estimate(rows)
+        GRPO(AdvantageConfig()).estimate(AdvantageInputs.of(rows))
 
 
 @pytest.mark.parametrize("case", GOLDEN["grpo"])

@@ -101,7 +101,7 @@ def test_the_entropys_gradient_is_the_same_in_chunks(directory: Path) -> None:
     gradients = []
     for max_logits in (2**25, 2 * VOCABULARY):
         model = load_policy(directory, "packed", "cpu")
-        _, entropy = PolicyForward(model, max_logits).logprobs(pack(sequences(), range(6)), entropy_gradient=True)
-        entropy.sum().backward()
+        outputs = PolicyForward(model, max_logits).tokens(pack(sequences(), range(6)), entropy_gradient=True)
+        outputs.entropy_N.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert float((gradients[0] - gradients[1]).abs().max()) < 1e-6 * max(1.0, float(gradients[0].abs().max()))

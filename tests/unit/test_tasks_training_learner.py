@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from resources.object_store import ObjectStore
 from tasks.training.config import LossConfig, OptimizerConfig, TrainingConfig
 from tasks.training.learner import Learner
+from tasks.training.objective import Objective
 from tasks.training.row import TrainingRow
 from tests.unit.test_tasks_training_model import make_model_directory
 from tests.unit.test_tasks_training_row import make_row
@@ -275,7 +276,7 @@ def test_a_learner_that_failed_half_way_refuses_to_go_on_until_restored(director
     learner = make_learner(directory)
     learner.save(store, "start")
     working = learner._loss
-    learner._loss = FailingLoss()
+    learner._loss = FailingObjective(learner.algorithms)
     with pytest.raises(FloatingPointError):
         learner.update(make_batch(0), 0)
     learner._loss = working
@@ -285,12 +286,10 @@ def test_a_learner_that_failed_half_way_refuses_to_go_on_until_restored(director
     assert learner.update(make_batch(0), 0).version == 1
 
 
-class FailingLoss:
+class FailingObjective(Objective):
     """Raises on the first micro-batch."""
 
-    needs_proximal = False
-
-    def token_losses(self, inputs):
+    def token_losses(self, inputs, families_S, weights_N=None):
         raise FloatingPointError("no loss today")
 
 

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tasks.training.algorithms import Algorithms
 from tasks.training.config import LossConfig, TrainingConfig
 from tasks.training.forward import PolicyForward
 from tasks.training.losses.base import LossInputs, TokenLosses
-from tasks.training.losses.decoupled import DecoupledPPO
-from tasks.training.losses.ppo_clip import PPOClip
 from tasks.training.model import load_policy
 from tasks.training.normalisers import Normaliser, family_token_mean, sequence_mean, token_mean
+from tasks.training.objective import Objective
 from tasks.training.optimizer import build_optimizer
 from tasks.training.packing import PackableSequence
 from tasks.training.steps import NonFiniteUpdate, TrainableRows, UpdateSteps
@@ -59,7 +59,7 @@ def steps_over(rows: TrainableRows, model: PreTrainedModel, normalise: Normalise
     return UpdateSteps(
         rows,
         forward=PolicyForward(model, config.max_logits_per_chunk),
-        loss={"ppo_clip": PPOClip, "decoupled": DecoupledPPO}[config.loss.name](config.loss),
+        loss=Objective(Algorithms(config)),
         normalise=normalise,
         optimizer=build_optimizer(list(model.parameters()), config.optimizer),
         config=config,
@@ -140,8 +140,8 @@ class FixedLoss:
 
     needs_proximal = False
 
-    def __init__(self, values: Sequence[float]) -> None:
-        self.values = torch.tensor(values)
+    def __init__(self, config: LossConfig) -> None:
+        self.values = torch.tensor(config.arguments["values"])
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
         # The behaviour log-probability carries the row's number here.
@@ -162,8 +162,8 @@ def test_m9_token_mean_over_any_split(model: PreTrainedModel, budget: int) -> No
         num_families=1,
     )
     for normalise, expected in ((token_mean, 0.1), (family_token_mean, 0.1), (sequence_mean, 0.5)):
-        steps = steps_over(rows, model, normalise, max_tokens_per_microbatch=budget)
-        steps.loss = FixedLoss([1.0, 0.0])
+        loss = LossConfig(name=f"{__name__}:FixedLoss", arguments={"values": [1.0, 0.0]})
+        steps = steps_over(rows, model, normalise, max_tokens_per_microbatch=budget, loss=loss)
         _, loss, _ = steps.accumulate_gradient([0, 1], at_start=False)
         assert loss == pytest.approx(expected, rel=1e-6)
 
@@ -181,8 +181,8 @@ def test_a_nan_loss_never_reaches_the_weights(directory: Path, on_nonfinite) -> 
     model = load_policy(directory, "packed", "cpu")
     before = [parameter.detach().clone() for parameter in model.parameters()]
     rows = random_rows(1, [6, 7], ["maze", "maze"])
-    steps = steps_over(rows, model, token_mean, minibatches=2, on_nonfinite=on_nonfinite)
-    steps.loss = BrokenLoss([0.0] * 6)
+    loss = LossConfig(name=f"{__name__}:BrokenLoss", arguments={"values": [0.0] * 6})
+    steps = steps_over(rows, model, token_mean, minibatches=2, on_nonfinite=on_nonfinite, loss=loss)
     if on_nonfinite == "stop":
         with pytest.raises(NonFiniteUpdate, match="update 3: loss nan"):
             steps.run(version=3, seed=0)

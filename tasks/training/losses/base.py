@@ -49,6 +49,8 @@ class TokenLosses:
     """bool [N]: the clip is active, the token gives no gradient."""
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     """Scalars: further per-token quantities summed over the micro-batch, reported as means over trained tokens."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Over how many tokens a sum was taken; a name that is absent: all N."""
 
 
 class Loss(Protocol):

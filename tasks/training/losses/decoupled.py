@@ -3,33 +3,32 @@
 
 Loss of a token: w * -min(u A, clip(u, 1 - low, 1 + high) A) with u = current / proximal and w = proximal / behaviour,
 a constant, truncated from above. The proximal policy is the learner when the update starts, so every token starts at u
-= 1, inside the clip, however stale it is.
+= 1, inside the clip, however stale it is (see `losses.proximal` for where its log-probabilities come from).
 """
 
 from __future__ import annotations
 
-from tasks.training.config import LossConfig
+from tasks.training.algorithm_config import LossConfig
 from tasks.training.losses.base import LossInputs, TokenLosses
-from tasks.training.losses.ppo_clip import clipped_surrogate
+from tasks.training.losses.ppo_clip import CLIP_HIGH, CLIP_LOW, clipped_surrogate
+from tasks.training.losses.proximal import proximal_logprobs
 from tasks.training.losses.ratios import behaviour_weights, clamped_ratio, sequence_log_ratios
 
 
 class DecoupledPPO:
     """Current policy in u (with gradient), proximal in u and w, behaviour in w only."""
 
-    needs_proximal = True
-
     def __init__(self, config: LossConfig) -> None:
         self.config = config
+        self.needs_proximal = config.proximal == "recomputed"
+        self.bounds = config.clip_bounds(CLIP_LOW, CLIP_HIGH)
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
-        assert inputs.proximal_logprobs_N is not None, "the learner computes proximal logprobs for this loss"
-        ratio_N = clamped_ratio(inputs.current_logprobs_N - inputs.proximal_logprobs_N)
-        values_N, clipped_N = clipped_surrogate(
-            ratio_N, inputs.advantages_N, self.config.clip_low, self.config.clip_high
-        )
+        proximal_N = proximal_logprobs(inputs, self.config)
+        ratio_N = clamped_ratio(inputs.current_logprobs_N - proximal_N)
+        values_N, clipped_N = clipped_surrogate(ratio_N, inputs.advantages_N, self.bounds, self.config.dual_clip)
 
-        log_weight_N = (inputs.proximal_logprobs_N - inputs.behaviour_logprobs_N).detach()
+        log_weight_N = (proximal_N - inputs.behaviour_logprobs_N).detach()
         weight_N = behaviour_weights(
             log_weight_N, inputs.sequence_N, inputs.num_sequences, self.config.behaviour_weight_level
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
+
+from tasks.training.algorithm_config import WeightLevel
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this before `exp`: exp(20) is 4.9e8, finite in float32 and in bfloat16."""
@@ -29,7 +29,7 @@ def behaviour_weights(
     log_ratio_N: torch.Tensor,
     sequence_N: torch.Tensor,
     num_sequences: int,
-    level: Literal["token", "sequence_sum", "sequence_mean"],
+    level: WeightLevel,
 ) -> torch.Tensor:
     """Importance weight of each token [N], before truncation: its own ratio, or that of its whole sequence.
 

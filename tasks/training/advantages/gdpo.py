@@ -1,0 +1,88 @@
+"""GDPO: several rewards, each normalised within its group before they are added (arXiv 2601.05242, section 3).
+
+Adding first and normalising the sum lets the component with the largest spread decide alone, and makes different
+combinations of components equal.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tasks.training.advantages.base import AdvantageInputs, Advantages
+from tasks.training.advantages.groups import EQUAL_REWARDS, RewardGroup, assemble, group_rows, is_dead, spread
+from tasks.training.advantages.grpo import centred, deviation
+from tasks.training.algorithm_config import AdvantageConfig
+
+
+class GDPO:
+    """Sum over components k of weight_k (r_k - mean) / (std + epsilon) within the group; the sums of all rollouts of
+    the batch are then brought to mean 0 and deviation 1. A group is dead when every component is equal in it.
+
+    A penalty on the reward (KL) is no component, and is refused.
+    """
+
+    needs_components = True
+
+    def __init__(self, config: AdvantageConfig) -> None:
+        self.config = config
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        if inputs.penalty_RT is not None:
+            raise ValueError(
+                "training.kl.place is 'reward', which gdpo cannot use: the penalty is no component of the reward; set "
+                "it to 'loss'"
+            )
+        groups = group_rows(inputs)
+        names = self._component_names(inputs)
+        sums: dict[str, float] = {}
+        dropped: set[str] = set()
+        for group in groups:
+            rewards = [
+                (self._weight(name), self._component(inputs, group, name)) for name in names.get(group.family, [])
+            ]
+            live = [(weight, values) for weight, values in rewards if not is_dead(list(values.values()))]
+            if not live:
+                dropped.add(group.group_id)
+                continue
+            for weight, values in live:
+                scale = deviation(list(values.values())) + self.config.epsilon
+                for rollout_id, value in centred(dict(values), scale).items():
+                    sums[rollout_id] = sums.get(rollout_id, 0.0) + weight * value
+        # Components that cancel each other leave rounding behind, which is no deviation to divide by.
+        scale = deviation(list(sums.values()))
+        if scale > EQUAL_REWARDS * max(self.config.component_weights.values(), default=1.0):
+            sums = centred(dict(sums), scale)
+        return assemble(inputs, groups, spread(inputs, groups, sums), dropped=frozenset(dropped))
+
+    def _component_names(self, inputs: AdvantageInputs) -> dict[str, list[str]]:
+        """By family, those that the configuration weighs, else all that the family's rows have."""
+        found: defaultdict[str, set[str]] = defaultdict(set)
+        for row in inputs.rows:
+            if row.reward is not None:
+                found[row.family] |= set(self.config.component_weights or row.reward_components)
+        for row in inputs.rows:
+            if row.reward is not None and not found[row.family]:
+                raise ValueError(
+                    f"trajectory {row.trajectory_id} ({row.family}): its reward has no components, and gdpo needs "
+                    "some; have the scorer or the environment give them, or choose another estimator"
+                )
+        return {family: sorted(names) for family, names in found.items()}
+
+    def _weight(self, name: str) -> float:
+        return self.config.component_weights.get(name, 1.0)
+
+    @staticmethod
+    def _component(inputs: AdvantageInputs, group: RewardGroup, name: str) -> dict[str, float]:
+        values = {}
+        for rollout_id, reward in group.rewards.items():
+            if reward is None:
+                continue
+            row = inputs.rows[group.rows[rollout_id][0]]
+            if name not in row.reward_components:
+                raise ValueError(
+                    f"trajectory {row.trajectory_id} ({row.family}): its reward has the components "
+                    f"{sorted(row.reward_components)}, and gdpo needs {name!r}; have the scorer or the environment "
+                    "give it, or name others in training.advantage.component_weights"
+                )
+            values[rollout_id] = float(row.reward_components[name])
+        return values

@@ -1,0 +1,185 @@
+"""Which algorithm applies to which rows: the run's, or that of a row's family. The rest of the learner asks this file
+and never a configuration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tasks.training.advantages.base import AdvantageEstimator, AdvantageInputs, Advantages
+from tasks.training.advantages.whitening import whiten
+from tasks.training.algorithm_config import AdvantageConfig, CorrectionConfig, KLConfig, LossConfig
+from tasks.training.config import TrainingConfig
+from tasks.training.corrections.base import Correction
+from tasks.training.losses.base import Loss
+from tasks.training.plugins import CORRECTIONS, ESTIMATORS, LOSSES, resolve
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What is done with the rows of some families."""
+
+    advantage: AdvantageConfig
+    estimator: AdvantageEstimator
+    loss: Loss
+    corrections: tuple[Correction, ...]
+    correction_names: tuple[str, ...]
+    kl: KLConfig
+    entropy_coefficient: float
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Log-probabilities under the weights with which the update starts."""
+        return self.loss.needs_proximal or any(correction.needs_proximal for correction in self.corrections)
+
+    @property
+    def needs_reference(self) -> bool:
+        return (
+            self.kl.coefficient > 0 or _asks(self.loss, "needs_reference") or _asks(self.estimator, "needs_reference")
+        )
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return self.entropy_coefficient > 0 or _asks(self.loss, "needs_entropy_gradient")
+
+    @property
+    def needs_critic(self) -> bool:
+        return _asks(self.estimator, "needs_critic")
+
+    @property
+    def needs_components(self) -> bool:
+        return _asks(self.estimator, "needs_components")
+
+
+class Algorithms:
+    """All algorithms of a run, built from its configuration. Families without a section of their own share one.
+
+    Raises:
+        ValueError: when a plug-in cannot be found, or an algorithm needs a critic that the run lacks.
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        built: dict[str, Algorithm] = {}
+
+        def build(
+            advantage: AdvantageConfig, loss: LossConfig, corrections: tuple[CorrectionConfig, ...], kl: KLConfig
+        ) -> Algorithm:
+            # Families of one configuration share one algorithm, so that their batch statistics are taken together.
+            key = repr((advantage, loss, corrections, kl))
+            if key not in built:
+                built[key] = Algorithm(
+                    advantage,
+                    resolve("training.advantage.estimator", advantage.estimator, ESTIMATORS)(advantage),
+                    resolve("training.loss.name", loss.name, LOSSES)(loss),
+                    tuple(resolve("training.corrections.name", each.name, CORRECTIONS)(each) for each in corrections),
+                    tuple(each.name.rpartition(":")[2] for each in corrections),
+                    kl,
+                    loss.entropy_coefficient,
+                )
+            return built[key]
+
+        self._default = build(config.advantage, config.loss, config.corrections, config.kl)
+        self._of_family = {
+            name: build(
+                family.advantage or config.advantage,
+                family.loss or config.loss,
+                config.corrections if family.corrections is None else family.corrections,
+                family.kl or config.kl,
+            )
+            for name, family in config.families.items()
+        }
+        self.all: tuple[Algorithm, ...] = tuple(built.values())
+        for algorithm in self.all:
+            if algorithm.needs_critic and config.critic is None:
+                raise ValueError(
+                    f"training.advantage.estimator {algorithm.advantage.estimator!r} needs a critic, but "
+                    "training.critic is null; set training.critic to {} for its defaults"
+                )
+
+    def of(self, family: str) -> Algorithm:
+        return self._of_family.get(family, self._default)
+
+    def by_algorithm(self, families: Sequence[str]) -> list[tuple[Algorithm, list[int]]]:
+        """The places of ``families`` that each algorithm is for, in order of first appearance."""
+        places: dict[int, tuple[Algorithm, list[int]]] = {}
+        for place, family in enumerate(families):
+            algorithm = self.of(family)
+            places.setdefault(id(algorithm), (algorithm, []))[1].append(place)
+        return list(places.values())
+
+    @property
+    def needs_components(self) -> bool:
+        return any(algorithm.needs_components for algorithm in self.all)
+
+    @property
+    def needs_critic(self) -> bool:
+        return any(algorithm.needs_critic for algorithm in self.all)
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Each row's advantages by the estimator of its family, then the normalisation over tokens."""
+        rows = inputs.rows
+        values: list[np.ndarray] = [np.zeros(len(row.token_ids), np.float32) for row in rows]
+        returns: list[np.ndarray | None] = [None] * len(rows)
+        excluded: list[str | None] = [None] * len(rows)
+        num_groups: Counter[str] = Counter()
+        num_dead: Counter[str] = Counter()
+        num_unscored = num_rollouts = 0
+        for algorithm, places in self.by_algorithm([row.family for row in rows]):
+            part = _take(inputs, places)
+            estimated = algorithm.estimator.estimate(part)
+            normalised = _normalise(part, estimated, algorithm.advantage.normalisation)
+            for number, place in enumerate(places):
+                values[place] = normalised[number]
+                excluded[place] = estimated.excluded_R[number]
+                if estimated.returns_RT is not None:
+                    returns[place] = estimated.returns_RT[number]
+            num_groups.update(estimated.num_groups)
+            num_dead.update(estimated.num_dead_groups)
+            num_unscored += estimated.num_unscored
+            num_rollouts += estimated.num_rollouts
+        return Advantages(
+            values_RT=values,
+            excluded_R=excluded,
+            num_groups=dict(num_groups),
+            num_dead_groups=dict(num_dead),
+            num_unscored=num_unscored,
+            num_rollouts=num_rollouts,
+            returns_RT=returns if any(each is not None for each in returns) else None,
+        )
+
+
+def _normalise(inputs: AdvantageInputs, advantages: Advantages, normalisation: str) -> list[np.ndarray]:
+    """Over the tokens that are trained: of all rows (``batch``), or of each family by itself (``family``: task
+    advantage normalisation, AgentRL, arXiv 2510.04206, section 3)."""
+    if normalisation == "none":
+        return advantages.values_RT
+    trained = [mask & (cause is None) for mask, cause in zip(inputs.trainable_RT, advantages.excluded_R, strict=True)]
+    if normalisation == "batch":
+        return whiten(advantages.values_RT, trained)
+    values = list(advantages.values_RT)
+    families = [row.family for row in inputs.rows]
+    for family in dict.fromkeys(families):
+        places = [place for place, other in enumerate(families) if other == family]
+        whitened = whiten([values[place] for place in places], [trained[place] for place in places])
+        for place, row in zip(places, whitened, strict=True):
+            values[place] = row
+    return values
+
+
+def _take(inputs: AdvantageInputs, places: Sequence[int]) -> AdvantageInputs:
+    if len(places) == len(inputs.rows):
+        return inputs
+    return AdvantageInputs(
+        rows=[inputs.rows[place] for place in places],
+        trainable_RT=[inputs.trainable_RT[place] for place in places],
+        counted_R=[inputs.counted_R[place] for place in places],
+        penalty_RT=None if inputs.penalty_RT is None else [inputs.penalty_RT[place] for place in places],
+        values_RT=None if inputs.values_RT is None else [inputs.values_RT[place] for place in places],
+    )
+
+
+def _asks(part: object, what: str) -> bool:
+    return bool(getattr(part, what, False))
