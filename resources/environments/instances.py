@@ -13,6 +13,13 @@ BUILT_IN = {
     "calculator": "resources.environments.calculator:Calculator",
     "code_repair": "resources.environments.code_repair:CodeRepair",
 }
+ADAPTERS = {
+    "gymnasium": "resources.environments.adapters.gymnasium_text:GymnasiumText",
+    "reasoning_gym": "resources.environments.adapters.reasoning_gym_text:ReasoningGymProblem",
+    "skyrl_gym": "resources.environments.adapters.skyrl_gym_text:SkyRLGymText",
+    "textarena": "resources.environments.adapters.textarena_games:TextArenaGame",
+}
+"""Environments of other libraries; what is played is said by their arguments."""
 
 
 def instantiate_named(name: str, arguments: Mapping[str, Any]) -> Any:
@@ -43,12 +50,12 @@ def instantiate_named(name: str, arguments: Mapping[str, Any]) -> Any:
 def resolve(name: str) -> type:
     """The class behind a built-in name or an import path. Raises ValueError saying what is wrong and what is
     allowed."""
-    path = BUILT_IN.get(name, name)
+    path = {**BUILT_IN, **ADAPTERS}.get(name, name)
     module_name, colon, class_name = path.partition(":")
     if not colon or not module_name or not class_name:
         raise ValueError(
             f"environment {name!r} is unknown; use one of {', '.join(sorted(BUILT_IN))}, "
-            "or an import path 'package.module:Class'"
+            f"an adapter ({', '.join(sorted(ADAPTERS))}), or an import path 'package.module:Class'"
         )
     try:
         module = importlib.import_module(module_name)

@@ -43,6 +43,12 @@ def split_of(seed: int) -> Split:
     return "eval" if seed >= EVAL_SEEDS_FROM else "train"
 
 
+def narrow_seed(seed: int) -> int:
+    """An episode seed for libraries that take 31 bits: the split keeps a bit of its own, so no train seed becomes an
+    eval seed."""
+    return (seed % (1 << 30)) | (int(split_of(seed) == "eval") << 30)
+
+
 def _hash(*parts: str | int) -> int:
     # repr keeps 1 and "1" apart, and the separator cannot appear in the repr of a string.
     digest = hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=8).digest()
