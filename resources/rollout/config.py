@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Pipeline = Literal["asynchronous", "synchronous"]
+Pipeline = Literal["asynchronous", "synchronous", "one_off"]
 StalePolicy = Literal["evict", "finish_masked"]
 MemberFailurePolicy = Literal["fail_fast", "retry", "minimum_group"]
 
@@ -18,7 +18,9 @@ class RolloutConfig(BaseModel):
 
     pipeline: Pipeline = "asynchronous"
     """``synchronous``: no generation starts between "batch complete" and "new weights loaded" (max_staleness 0).
-    ``asynchronous``: rollouts go on while the learner trains (max_staleness >= 1)."""
+    ``asynchronous``: rollouts go on while the learner trains (max_staleness >= 1). ``one_off``: while the learner
+    trains on a batch, the whole next one is generated under the weights loaded before, and the load waits for it
+    (max_staleness 1)."""
     max_staleness: int = Field(default=1, ge=0)
     """Largest allowed learner's version minus oldest sampled version of a trained trajectory, in versions."""
     stale_policy: StalePolicy = "evict"
@@ -114,6 +116,11 @@ class RolloutConfig(BaseModel):
             raise ValueError(
                 "rollout.max_staleness is 0, which is the synchronous pipeline, but rollout.pipeline is "
                 "'asynchronous'; set rollout.pipeline to 'synchronous', or rollout.max_staleness to 1 or more"
+            )
+        if self.pipeline == "one_off" and self.max_staleness != 1:
+            raise ValueError(
+                f"rollout.pipeline is 'one_off', in which every batch but the first is exactly one version old, and "
+                f"rollout.max_staleness is {self.max_staleness}; set it to 1, or choose another rollout.pipeline"
             )
         return self
 

@@ -218,6 +218,28 @@ class GroupQueue:
             stalled = quiet >= self._config.stall_after_s
             await _happens(changed, min(start + collect_timeout_s - now, self._config.stall_after_s, 1.0))
 
+    async def wait_loadable(self, version: int, load_timeout_s: float) -> float:
+        """Return when the pipeline lets the engines switch to ``version``; seconds waited.
+
+        That is at once, except in a pipeline with a `LogicalSchedule`, where all that is still to be sampled under the
+        version before has to be complete. Raises DeadlineExceeded, naming what is missing, after ``load_timeout_s``
+        seconds or when nothing was scored for ``stall_limit_s``; SignalLost as `collect`.
+        """
+        self._ensure_running()
+        start = self._clock()
+        while not self._gate.may_load(version):
+            changed = self._changed
+            self._check_usable()
+            now = self._clock()
+            quiet = now - max(start, self._last_progress)
+            if now - start >= load_timeout_s or quiet >= self._config.stall_limit_s:
+                raise DeadlineExceeded(
+                    f"version {version} waits for its load since {now - start:.0f} s, and nothing was scored for "
+                    f"{quiet:.0f} s: {self._missing()}"
+                )
+            await _happens(changed, min(start + load_timeout_s - now, 1.0))
+        return self._clock() - start
+
     async def version_loaded(self, version: int) -> None:
         """Every engine serves ``version``: groups beyond the bound are evicted, new ones start."""
         self._ensure_running()

@@ -7,7 +7,8 @@ Admission per family f, in groups (the rule of AReaL, arXiv 2505.24298, section 
     budget_f = sum of the quotas of f over the batches 0 .. version + max_staleness
 
 where a quota is ``groups_per_iteration`` (unless a curriculum moves it), so that ``budget_f`` is
-``(max_staleness + version + 1) * groups_f``, and no batch counts that the run will not take.
+``(max_staleness + version + 1) * groups_f``, and no batch counts that the run will not take, nor (in a pipeline with a
+`LogicalSchedule`) one that comes after the first incomplete one.
 A group is reserved whole and runs until it is scored. ``accepted_f`` counts groups scored and kept, trained or not.
 Evicted, failed and replaced groups leave both counts. Eviction bounds what may be trained: a group is doomed when
 the learner's version minus the oldest version any member has sampled exceeds ``max_staleness`` (RollArt, arXiv
@@ -50,6 +51,7 @@ from resources.rollout.gate_invariants import check_invariants
 from resources.rollout.gate_snapshot import restore, snapshot
 from resources.rollout.group_book import GroupBook
 from resources.rollout.group_state import FamilyState, Group, Member, MemberState
+from resources.rollout.logical_time import LogicalSchedule
 from resources.rollout.prompts import PromptOrder, Prompts
 from resources.rollout.shares import Shares
 
@@ -82,6 +84,7 @@ class StalenessGate:
         self.run_id = run_id
         self.config = config
         self.num_batches = num_batches
+        self.schedule = LogicalSchedule.of(config)
         self.version = 0
         """The version the engines serve."""
         self.families = {
@@ -237,11 +240,26 @@ class StalenessGate:
     def _num_open_batches(self) -> int:
         """Batches that what starts under the version served now may be trained in, and those before them."""
         number = self.config.max_staleness + self.version + 1
+        if self.schedule is not None:
+            number = self.schedule.num_open(self.version, self.num_complete_batches())
         return number if self.num_batches is None else min(number, self.num_batches)
 
     def accepted(self, family_name: str) -> int:
         """Groups scored and kept, trained or not; an update whose batch was not taken here counts as a full share."""
         return self.shares.families[family_name].trained + len(self.families[family_name].complete)
+
+    def num_complete_batches(self) -> int:
+        """Batches that every family has its groups for, those taken included."""
+        number = self.next_batch
+        while all(self.accepted(name) >= self.shares.planned(name, number + 1) for name in self.families):
+            number += 1
+        return number
+
+    def may_load(self, version: int) -> bool:
+        """Whether the pipeline lets the engines switch to a version now."""
+        num_complete = self.num_complete_batches()
+        ends = self.num_batches is not None and num_complete >= self.num_batches
+        return self.schedule is None or ends or self.schedule.may_load(version, num_complete)
 
     def admissible(self, family_name: str) -> int:
         """Groups that may start now."""

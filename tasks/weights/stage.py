@@ -13,6 +13,9 @@ from resources.pools.actors import call, call_sync
 from resources.pools.registry import RunActors, lookup_sync
 from resources.runs import RunRef
 
+GRACE_S = 30.0
+"""The queue answers within the stage's timeout; this much more is granted to the call itself."""
+
 
 @task(name="publish", tags=["pool:learner"])
 def publish(run: RunRef, timeout_s: float) -> dict[str, Any]:
@@ -29,12 +32,17 @@ def switch_weights(run: RunRef, version: int, timeout_s: float) -> dict[str, Any
     """Every engine stops at its next decode step, switches to ``version`` and goes on; nothing that runs is lost.
 
     The gate learns of the new version between load and resume, so that whatever it evicts never generates again, and
-    so that no generation of the next batch starts under the old weights.
+    so that no generation of the next batch starts under the old weights. In the one-off pipeline all of this waits
+    until the next batch is complete: the load comes between two batches.
     """
     actors = lookup_sync(run.service_id)
+    waited_s = call_sync(
+        actors.queue, "wait_loadable", version, load_timeout_s=timeout_s, timeout_s=timeout_s + GRACE_S
+    )
     reports, suspended_s = asyncio.run(_switch(_engines(actors), actors.queue, version, timeout_s))
     get_run_logger().info("version %d is loaded on %d engines in %.3f s", version, len(reports), suspended_s)
     return {
+        "weights/load_waited_s": waited_s,
         "weights/exposed_s": suspended_s,
         "weights/load_s": max(report.exposed_s for report in reports),
         "weights/total_s": max(report.total_s for report in reports),

@@ -125,8 +125,9 @@ async def run_iterations(store: ObjectStore, policy: Path, config: RolloutConfig
             batches.append(await queue.collect(version, 60.0))
             write_batch(store, batches[-1])
             publish(store, policy, version + 1)
-            if config.max_staleness:
+            if config.pipeline == "asynchronous":
                 await asyncio.sleep(0.2)  # rollouts go on under the old weights
+            await queue.wait_loadable(version + 1, 60.0)
             await switch_weights(list(engines.values()), queue, version + 1)
         evaluation = await queue.evaluate({"guess": 3, "math": 2}, seed=1, evaluate_timeout_s=60.0, greedy=True)
         stats = await worker.stats()
@@ -139,13 +140,13 @@ async def run_iterations(store: ObjectStore, policy: Path, config: RolloutConfig
             await engine.close()
 
 
-@pytest.mark.parametrize("alpha", [0, 1])
-def test_three_batches_with_version_bumps(tmp_path, policy, alpha):
-    """S1 at alpha 0: every trained token has the learner's version; at alpha 1 the lag is at most 1."""
+@pytest.mark.parametrize("pipeline", ["synchronous", "asynchronous", "one_off"])
+def test_three_batches_with_version_bumps(tmp_path, policy, pipeline):
+    """S1 at alpha 0: every trained token has the learner's version; at alpha 1 the lag is at most 1; in the one-off
+    pipeline it is 1 for every token, but for the first batch."""
     store = ObjectStore.open(str(tmp_path))
-    config = RolloutConfig(
-        pipeline="asynchronous" if alpha else "synchronous", max_staleness=alpha, seal_after_s=0.05, score_window_s=0.02
-    )
+    alpha = 0 if pipeline == "synchronous" else 1
+    config = RolloutConfig(pipeline=pipeline, max_staleness=alpha, seal_after_s=0.05, score_window_s=0.02)
     rewards = RewardThread(store)
     try:
         batches, evaluation, stats = asyncio.run(run_iterations(store, policy, config, 3))
@@ -167,6 +168,8 @@ def test_three_batches_with_version_bumps(tmp_path, policy, alpha):
             versions = np.unique(row.token_versions[row.loss_mask])
             assert all(version - alpha <= v <= version for v in versions)
             lags += [version - int(v) for v in versions]
+            if pipeline == "one_off":
+                assert versions.tolist() in ([], [max(0, version - 1)])
             inline = row.family == "guess"
             assert (row.reward is not None) == inline and member.reward is not None
             assert member.scorer == ("environment" if inline else "exact_answer")
