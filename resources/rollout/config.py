@@ -56,6 +56,9 @@ class RolloutConfig(BaseModel):
     ``informative_prompts`` (leaves out solved and hopeless ones), or an import path ``package.module:Class``."""
     curriculum_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the curriculum."""
+    stepping: Literal["trajectory", "batch"] = "trajectory"
+    """``trajectory``: each takes its turns when it can. ``batch``: those of one rollout worker take theirs together,
+    each generation waiting for all observations and each step for all generations; a baseline to measure against."""
     length_finish: Literal["end_episode", "step"] = "end_episode"
     """A turn that ran into ``max_new_tokens``: end the episode there (truncated), or give the cut text to the
     environment and go on."""

@@ -4,6 +4,7 @@
 |----------------|------------------------------|------------------------------------------------------------------|
 | the trajectory | its environment              | the family's ``reset_deadline_s`` and ``step_deadline_s``        |
 | the trajectory | an engine                    | the proxy's deadlines (suspensions are waited out)               |
+| the trajectory | others, with batch stepping  | their deadlines (`stepping`)                                     |
 | nobody         | the environment's ``close``  | it runs on beside, within ``close_deadline_s``                   |
 """
 
@@ -24,6 +25,7 @@ from resources.environments.family import FamilyConfig
 from resources.failures import EngineFailure, EnvironmentFailure, FailureClass, RollartError
 from resources.rollout.encoding_cache import EncodingCache
 from resources.rollout.messages import Assignment, Stage
+from resources.rollout.stepping import Stepping, TrajectoryStepping
 from resources.rollout.token_record import TokenRecord
 from resources.trajectories.trajectory import Termination, Trajectory, Turn
 
@@ -47,6 +49,8 @@ class EpisodeServices:
     """Tokens of a trajectory, at most."""
     length_finish: str = "end_episode"
     """See `RolloutConfig.length_finish`."""
+    stepping: Stepping = field(default_factory=TrajectoryStepping)
+    """Who takes a turn when; evaluation episodes never wait for others."""
     on_first_sampled: Callable[[str, int], None] = lambda trajectory_id, version: None
     log: Callable[[str], None] = lambda line: None
     close_deadline_s: float = 10.0
@@ -96,6 +100,8 @@ class EnvManager:
 
     async def play(self) -> Trajectory:
         self._task = asyncio.current_task()
+        if self.assignment.split == "train":
+            self._services.stepping.join(self.assignment.trajectory_id)
         try:
             if self._cancelled_as is None:
                 await self._play_turns()
@@ -107,6 +113,7 @@ class EnvManager:
             self._failure = failure
         finally:
             self._is_over = True
+            self._services.stepping.leave(self.assignment.trajectory_id)
             self._let_go()
         return self._as_trajectory()
 
@@ -174,6 +181,8 @@ class EnvManager:
             ),
             seed=assignment.seed_sampling,
         )
+        self._enter("others")
+        await self._services.stepping.may_generate(assignment.trajectory_id)
         start = self._enter("engine")
         generation = await self._services.proxy.generate(request, config.hardware_class)
         self._generation_s += self._enter("environment") - start
@@ -218,7 +227,9 @@ class EnvManager:
         )
 
     async def _step(self, environment: Environment, turn: Turn) -> StepOutcome:
-        start = self._services.clock()
+        self._enter("others")
+        await self._services.stepping.may_step(self.assignment.trajectory_id)
+        start = self._enter("environment")
         outcome = await environment.step(self._messages[-1]["content"])
         turn.environment_s = self._services.clock() - start
         self._environment_s += turn.environment_s

@@ -64,8 +64,9 @@ class TrajectoryDone:
     scorer_version: str = "1"
 
 
-Stage = Literal["environment", "engine", "store"]
-"""What a running trajectory waits for: its environment, an engine, or the sealing of its row."""
+Stage = Literal["environment", "engine", "others", "store"]
+"""What a running trajectory waits for: its environment, an engine, with batch stepping the others of its worker, or the
+sealing of its row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from resources.rollout.env_manager import EpisodeServices
 from resources.rollout.handover import Handover, ScoreSubmitter
 from resources.rollout.policy_files import fetch_policy_files, read_context_length
 from resources.rollout.proxy import LLMProxy
+from resources.rollout.stepping import BatchStepping, TrajectoryStepping
 from resources.rollout.worker_loop import WorkerLoop
 from resources.trajectories.store import TrajectoryWriter
 
@@ -197,6 +198,7 @@ class _Parts:
             ),
             context_length=self.context_length,
             length_finish=config.length_finish,
+            stepping=BatchStepping() if config.stepping == "batch" else TrajectoryStepping(),
             on_first_sampled=self._worker_loop.note_first_sampled,
             log=self._worker_loop.log,
             close_deadline_s=config.close_deadline_s,
