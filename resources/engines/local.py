@@ -20,7 +20,9 @@ import torch
 from resources.engines.base import EngineStats, GenerateRequest, Generation, LoadReport
 from resources.engines.config import EngineConfig
 from resources.engines.local_forward import LocalForward
+from resources.engines.local_invariant import InvariantForward, check_invariance, sample_tokens_in_blocks
 from resources.engines.local_layout import ModelLayout, read_layout
+from resources.engines.local_sampling import sample_tokens
 from resources.engines.local_slots import SlotTable
 from resources.engines.local_stepper import Stepper, Ticket
 from resources.engines.local_thread import StepThread
@@ -66,13 +68,18 @@ class LocalEngine:
         )
         self._fetches: dict[int, Future[_Fetched]] = {}
         first = self._start_fetch(version).result()
+        forward_class = InvariantForward if config.batch_invariant else LocalForward
+        forward = forward_class(self._layout, config.num_slots, context_length, device)
+        if config.batch_invariant:
+            check_invariance(forward, first.weights)
         self._stepper = Stepper(
-            forward=LocalForward(self._layout, config.num_slots, context_length, device),
+            forward=forward,
             weights=first.weights,
             table=SlotTable(config.num_slots, context_length, config.prefix_cache),
             max_prefill_tokens=config.max_prefill_tokens_per_step,
             engine=name,
             hardware_class=hardware_class,
+            sample=sample_tokens_in_blocks if config.batch_invariant else sample_tokens,
         )
         self._fetches.clear()
         self._thread = StepThread(self._stepper, threads)

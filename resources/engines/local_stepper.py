@@ -56,6 +56,8 @@ class Stepper:
     engine: str
     hardware_class: str
     clock: Callable[[], float] = time.perf_counter
+    sample: Callable[..., tuple[np.ndarray, np.ndarray]] = sample_tokens
+    """As `sample_tokens`."""
     tickets: dict[int, Ticket] = field(default_factory=dict)
     """Running requests by slot."""
     counters: StepCounters = field(default_factory=StepCounters)
@@ -158,7 +160,7 @@ class Stepper:
         table = self.table
         positions = table.length[slots]
         noise = uniform_noise(table.seed[slots], positions.astype(np.uint64))
-        token_ids, logprobs = sample_tokens(logits, table.temperature[slots], noise, table.greedy[slots])
+        token_ids, logprobs = self.sample(logits, table.temperature[slots], noise, table.greedy[slots])
         table.history[slots, positions] = token_ids
         table.logprobs[slots, positions] = logprobs
         table.versions[slots, positions] = self.weights.version
