@@ -42,6 +42,7 @@ def check_combinations(config: RunConfig) -> None:
             )
     _check_curriculum(config)
     _check_embedded_workers(config)
+    _check_determinism(config)
 
 
 def _context_length(config: RunConfig) -> int:
@@ -106,3 +107,35 @@ def _check_embedded_workers(config: RunConfig) -> None:
                 f"pools.classes.{name}.num_workers is 0 and no fallback of it has workers: nobody would do the work "
                 f"of role {hardware_class.role!r}; set num_workers to 1 or more, or name a fallback that has workers"
             )
+
+
+def _check_determinism(config: RunConfig) -> None:
+    """What wins by being first, or computes differently elsewhere, cannot be the same twice."""
+    if config.engine.batch_invariant and config.engine.backend != "local":
+        raise ValueError(
+            f"engine.batch_invariant is true, which engine.backend {config.engine.backend!r} cannot promise; set "
+            "engine.backend to 'local', or engine.batch_invariant (and deterministic) to false"
+        )
+    if not config.rollout.deterministic:
+        return
+    if not config.engine.batch_invariant:
+        raise ValueError(
+            "rollout.deterministic is true and engine.batch_invariant is false: log-probabilities would depend on "
+            "which requests happen to share a batch; set engine.batch_invariant to true, or deterministic for both"
+        )
+    for name, family in config.families.items():
+        for field in ("redundant_groups", "redundant_members"):
+            if number := getattr(family, field):
+                raise ValueError(
+                    f"families.{name}.{field} is {number}, and a deterministic run cannot let the first ones win; set "
+                    f"it to 0, or deterministic to false"
+                )
+    classes = config.pools.classes
+    for name, hardware_class in classes.items():
+        for other in hardware_class.fallback:
+            if hardware_class.role == "engine" and classes[other].device != hardware_class.device:
+                raise ValueError(
+                    f"pools.classes.{name}.fallback names {other!r}, whose device is {classes[other].device!r}, not "
+                    f"{hardware_class.device!r}: a deterministic run cannot generate there instead, since other "
+                    "devices round otherwise; leave the fallback out, or set deterministic to false"
+                )

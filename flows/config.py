@@ -56,6 +56,9 @@ class RunConfig(BaseModel):
     """Seeds weights, prompts and sampling."""
     store: str = Field(default_factory=default_store)
     """Object store of the run: a folder (made absolute) or ``s3://bucket/prefix``."""
+    deterministic: bool = False
+    """The same seed gives the same trajectories, batches and weights, bit by bit (docs/determinism.md): sets
+    ``rollout.deterministic`` and ``engine.batch_invariant``."""
     num_iterations: int = Field(default=40, ge=1)
     """Iterations in all; a resumed run goes on up to this number."""
     iteration_timeout_s: float = Field(default=900.0, gt=0)
@@ -81,6 +84,17 @@ class RunConfig(BaseModel):
     checkpoint_keep: int = Field(default=2, ge=1)
     """Learner checkpoints and weight versions kept beside those still in use."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _deterministic_in_all_rooms(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or data.get("deterministic") is not True:
+            return data
+        return {
+            **data,
+            "rollout": _with_field(data.get("rollout"), "deterministic"),
+            "engine": _with_field(data.get("engine"), "batch_invariant"),
+        }
+
     @field_validator("store")
     @classmethod
     def _store_is_absolute(cls, value: str) -> str:
@@ -102,6 +116,13 @@ class RunConfig(BaseModel):
                 "(no episode succeeds); give a model directory, or leave warm_start out for its defaults"
             )
         return self
+
+
+def _with_field(section: Any, name: str) -> Any:
+    """A section of a configuration, given or not, with a switch on."""
+    if isinstance(section, BaseModel):
+        return section.model_copy(update={name: True})
+    return {**(section or {}), name: True}
 
 
 def read_value(text: str) -> Any:

@@ -56,6 +56,11 @@ class RolloutConfig(BaseModel):
     ``informative_prompts`` (leaves out solved and hopeless ones), or an import path ``package.module:Class``."""
     curriculum_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the curriculum."""
+    deterministic: bool = False
+    """The same seed gives the same trajectories and batches, bit by bit, however many rollout workers play and however
+    long anything takes: every batch is generated whole under one version, ``max_staleness`` before its own, and a
+    failed member is played again with its seed. Needs ``engine.batch_invariant``; a run's ``deterministic`` sets
+    both."""
     stepping: Literal["trajectory", "batch"] = "trajectory"
     """``trajectory``: each takes its turns when it can. ``batch``: those of one rollout worker take theirs together,
     each generation waiting for all observations and each step for all generations; a baseline to measure against."""
@@ -134,6 +139,23 @@ class RolloutConfig(BaseModel):
                 f"rollout.share_window is {self.share_window}, but rollout.max_staleness is 0: a group that is late "
                 "for its batch is too old for the next one; set rollout.share_window to null, or rollout.max_staleness "
                 "to 1 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_of_a_schedule_are_exact(self) -> RolloutConfig:
+        scheduled = (
+            "deterministic" if self.deterministic else "pipeline one_off" if self.pipeline == "one_off" else None
+        )
+        if scheduled is not None and self.share_window is not None:
+            raise ValueError(
+                f"rollout.share_window is {self.share_window}, but with rollout.{scheduled} every batch is generated for "
+                "itself and waits for all its groups; set rollout.share_window to null"
+            )
+        if self.deterministic and self.curriculum is not None:
+            raise ValueError(
+                f"rollout.curriculum is {self.curriculum!r}, which chooses prompts by the successes known at the moment; "
+                "a deterministic run cannot: set rollout.curriculum to null, or deterministic to false"
             )
         return self
 

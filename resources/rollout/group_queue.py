@@ -95,7 +95,7 @@ class GroupQueue:
             secrets.token_hex(3),
             max_retries=config.max_member_retries,
             episode_seed=lambda of, family, index: episode_seed(of, family, index, "eval"),
-            sampling_seed=lambda of, name, attempt: sampling_seed(of, name, 0, attempt),
+            sampling_seed=lambda of, name, attempt: sampling_seed(of, name, 0, self._seeded(attempt)),
         )
         needs_pool = any(family.scorer != "environment" for family in self._families.values())
         self._reader = ResultReader(
@@ -415,8 +415,12 @@ class GroupQueue:
             attempt=start.attempt,
             group_size=start.group_size,
             seed_env=episode_seed(self._seed, start.family, start.prompt_index, "train"),
-            seed_sampling=sampling_seed(self._seed, start.group_id, start.member, start.attempt),
+            seed_sampling=sampling_seed(self._seed, start.group_id, start.member, self._seeded(start.attempt)),
         )
+
+    def _seeded(self, attempt: int) -> int:
+        """What an attempt adds to a sampling seed: a deterministic run plays the same again, whatever had failed."""
+        return 0 if self._config.deterministic else attempt
 
     def _add_again(self, assignment: Assignment | None) -> None:
         if assignment is not None:

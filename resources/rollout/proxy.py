@@ -1,9 +1,10 @@
 """The LLM proxy of one rollout worker: which engine generates for a trajectory, and what if it is lost?
 
 Routing: task family -> hardware class -> the engine that holds the trajectory's prefix, else the one with most free
-capacity. A class without a usable engine is served by its declared fallback classes, in order; every use is counted. A
-request whose engine fails goes to another one with the tokens already sampled (arXiv 2510.19225, section 4.2):
-prompt plus partial answer, fewer tokens left to sample, versions and log-probabilities joined.
+capacity (in a deterministic run: the one that its group's name implies). A class without a usable engine is served by
+its declared fallback classes, in order; every use is counted. A request whose engine fails goes to another one with the
+tokens already sampled (arXiv 2510.19225, section 4.2): prompt plus partial answer, fewer tokens left to sample,
+versions and log-probabilities joined.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -214,6 +216,8 @@ class LLMProxy:
         fresh = [link for link in usable if link not in tried]
         for name in (hardware_class, *self._fallback.get(hardware_class, ())):
             of_class = [link for link in fresh if link.hardware_class == name]
+            if of_class and self._config.deterministic:
+                return _by_group(trajectory_id, of_class)
             if of_class:
                 return max(of_class, key=lambda link: (link.num_free, -link.num_in_flight))
         return usable[0] if usable else None
@@ -261,6 +265,12 @@ class LLMProxy:
                         f" ({watched.waited_s:.0f} s with suspensions)"
                     )
                 )
+
+
+def _by_group(trajectory_id: str, links: Sequence[EngineLink]) -> EngineLink:
+    """An engine that depends on the trajectory's group and on nothing else; siblings share prefixes."""
+    group_id = trajectory_id.rsplit("/", 3)[-3]
+    return sorted(links, key=lambda link: link.name)[zlib.crc32(group_id.encode()) % len(links)]
 
 
 def _continue(request: GenerateRequest, parts: list[Generation], attempt: int) -> GenerateRequest | None:

@@ -51,7 +51,7 @@ from resources.rollout.gate_invariants import check_invariants
 from resources.rollout.gate_snapshot import restore, snapshot
 from resources.rollout.group_book import GroupBook
 from resources.rollout.group_state import FamilyState, Group, Member, MemberState
-from resources.rollout.logical_time import LogicalSchedule
+from resources.rollout.logical_time import LogicalSchedule, in_static_order
 from resources.rollout.prompts import PromptOrder, Prompts
 from resources.rollout.shares import Shares
 
@@ -218,6 +218,8 @@ class StalenessGate:
         for name, family in self.families.items():
             family.num_trained += len(family.in_training)
             family.in_training = [family.complete.popleft() for _ in range(allotted[name])]
+            if self.config.deterministic:
+                family.in_training = in_static_order(family.in_training)
             family.lost_for_batch.clear()
             groups += family.in_training
         self.shares.take(allotted)

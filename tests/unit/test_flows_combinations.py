@@ -51,6 +51,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"pools.classes.compute.num_workers": 0, "pools.classes.compute.fallback": []},
         r"pools.classes.compute.num_workers is 0 and no fallback",
     ),
+    "a race for a place": (
+        {"deterministic": True, f"{LAKE}.redundant_members": 1},
+        r"frozen_lake.redundant_members is 1, and a deterministic run .* set it to 0",
+    ),
+    "redundant groups in logical time": (
+        {"deterministic": True, f"{LAKE}.redundant_groups": 2},
+        r"frozen_lake.redundant_groups is 2, and a deterministic run",
+    ),
+    "determinism by halves": (
+        {"rollout.deterministic": True},
+        r"engine.batch_invariant is false: .* set engine.batch_invariant to true",
+    ),
+    "another device as fallback": (
+        {"deterministic": True, "pools.classes.compute.device": "cuda"},
+        r"compute.fallback names 'bandwidth', whose device is 'cpu', not 'cuda'",
+    ),
     "fallbacks without workers": (
         {"pools.classes.compute.num_workers": 0, "pools.classes.bandwidth.num_workers": 0},
         r"pools.classes.compute.num_workers is 0 and no fallback",
@@ -70,6 +86,7 @@ def test_what_works_is_let_through() -> None:
     check_combinations(with_overrides(RunConfig(), {"pools.classes.compute.num_workers": 0}))  # bandwidth stands in
     standing = {"pools.classes.learner.num_workers": 0, "pools.address": "tcp://127.0.0.1:8786"}
     check_combinations(with_overrides(RunConfig(), standing))
+    check_combinations(with_overrides(RunConfig(), {"deterministic": True}))
     own = {"families.calculator.scorer": "my.package:Scorer"}
     check_combinations(with_overrides(RunConfig(), own))
 
