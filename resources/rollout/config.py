@@ -149,13 +149,13 @@ class RolloutConfig(BaseModel):
         )
         if scheduled is not None and self.share_window is not None:
             raise ValueError(
-                f"rollout.share_window is {self.share_window}, but with rollout.{scheduled} every batch is generated for "
-                "itself and waits for all its groups; set rollout.share_window to null"
+                f"rollout.share_window is {self.share_window}, but with rollout.{scheduled} every batch is generated "
+                "for itself and waits for all its groups; set rollout.share_window to null"
             )
         if self.deterministic and self.curriculum is not None:
             raise ValueError(
-                f"rollout.curriculum is {self.curriculum!r}, which chooses prompts by the successes known at the moment; "
-                "a deterministic run cannot: set rollout.curriculum to null, or deterministic to false"
+                f"rollout.curriculum is {self.curriculum!r}, which chooses prompts by the successes known at the "
+                "moment; a deterministic run cannot: set rollout.curriculum to null, or deterministic to false"
             )
         return self
 

@@ -31,3 +31,13 @@ def test_waits_that_contradict_each_other_are_refused():
 def test_unknown_keys_are_errors():
     with pytest.raises(ValidationError, match="max_stalenes"):
         RolloutConfig.model_validate({"max_stalenes": 1})
+
+
+def test_a_schedule_in_logical_time_refuses_what_depends_on_the_moment():
+    for changes in (dict(deterministic=True), dict(pipeline="one_off")):
+        with pytest.raises(ValidationError, match="set rollout.share_window to null"):
+            RolloutConfig(share_window=4, **changes)
+    with pytest.raises(ValidationError, match="set rollout.curriculum to null"):
+        RolloutConfig(deterministic=True, curriculum="informative_prompts")
+    with pytest.raises(ValidationError, match="exactly one version old"):
+        RolloutConfig(pipeline="one_off", max_staleness=2)
