@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ def check_policy_directory(directory: str | Path) -> None:
             "converted with transformers: from_pretrained(...).save_pretrained(...)"
         )
     ChatFormat.from_directory(directory)
+
+
+def weights_digest(directory: str | Path) -> str:
+    """SHA-256 over the weights of a model directory: names and contents of its ``*.safetensors``. Reads all of them."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def policy_files(directory: str | Path) -> dict[str, bytes]:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 
 from resources.object_store import ObjectStore
-from tasks.training.model import policy_tensors
+from tasks.training.sharding import like, whole
 
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,25 +34,42 @@ class LearnerCounters:
 def save_checkpoint(
     store: ObjectStore,
     prefix: str,
-    model: PreTrainedModel,
+    tensors: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.nn.Parameter],
     optimizer: Optimizer,
     counters: LearnerCounters,
     *,
+    base: str | None = None,
     more: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    writes: bool = True,
 ) -> None:
-    """Write ``model.safetensors``, ``optimizer.safetensors``, whatever else is to be kept (``more``: tensors by file
-    name) and, last, ``state.json`` with their hashes."""
+    """Write ``model.safetensors``, ``optimizer.safetensors``, whatever else is to be kept and, last, ``state.json``
+    with their hashes.
+
+    Sharded tensors are gathered, so that a checkpoint does not depend on the number of ranks: every rank calls this,
+    and the one that ``writes`` writes.
+
+    Args:
+        tensors: what is learned, by name.
+        parameters: those of them that the optimizer may hold moments of, by name.
+        base: digest of the frozen weights beside which ``tensors`` were learned (LoRA).
+        more: further tensors by file name, whole on every rank.
+    """
     steps: dict[str, float] = {}
     moments: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        _collect(weights, name, tensor, writes)
+    for name, parameter in parameters.items():
         state = optimizer.state.get(parameter)
         if state:
             steps[name] = float(state["step"])
             for moment in MOMENTS:
-                moments[f"{moment}.{name}"] = state[moment].detach().cpu().contiguous()
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in policy_tensors(model).items()}
+                _collect(moments, f"{moment}.{name}", state[moment], writes)
+    if not writes:
+        return
     files = {"model.safetensors": save(weights), "optimizer.safetensors": save(moments)}
-    files |= {name: save(dict(tensors)) for name, tensors in (more or {}).items()}
+    files |= {name: save(dict(kept)) for name, kept in (more or {}).items()}
     for name, data in files.items():
         store.put(f"{prefix}/{name}", data)
     store.put_json(
@@ -62,21 +78,30 @@ def save_checkpoint(
             "format": FORMAT,
             "counters": asdict(counters),
             "adam_steps": steps,
+            "base": base,
             "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
         },
     )
 
 
 def restore_checkpoint(
-    store: ObjectStore, prefix: str, model: PreTrainedModel, optimizer: Optimizer, *, seed: int
+    store: ObjectStore,
+    prefix: str,
+    tensors: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: Optimizer,
+    *,
+    seed: int,
+    base: str | None = None,
 ) -> LearnerCounters:
-    """Put a checkpoint into model and optimizer; the next update is then bitwise the one that would have followed.
+    """Put a checkpoint into weights and optimizer; the next update is then bitwise the one that would have followed.
 
-    Everything is checked before anything is changed.
+    Everything is checked before anything is changed. With several ranks each reads the whole and keeps its shards.
 
     Raises:
         KeyError: when there is no complete checkpoint (``state.json`` is written last).
-        ValueError: when a file is damaged, or was written for a model of other names or shapes, or with another seed.
+        ValueError: when a file is damaged, or was written for a model of other names or shapes, beside another base, or
+            with another seed.
     """
     where = store.uri(prefix)
     state: dict[str, Any] = store.get_json(f"{prefix}/state.json")
@@ -87,39 +112,48 @@ def restore_checkpoint(
         raise ValueError(
             f"checkpoint {where} was written with seed {counters.seed}, not {seed}; resume with the same seed"
         )
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    files: dict[str, dict[str, torch.Tensor]] = {}
     for name, expected in state["sha256"].items():
         data = store.get(f"{prefix}/{name}")
         if hashlib.sha256(data).hexdigest() != expected:
             raise ValueError(
                 f"checkpoint {where}: {name} does not match its hash; it is damaged, resume from another one"
             )
-        tensors[name] = load(data)
-    weights, moments = tensors["model.safetensors"], tensors["optimizer.safetensors"]
-    live = policy_tensors(model)
-    _check_shapes(where, weights, live)
-    parameters = dict(model.named_parameters())
+        files[name] = load(data)
+    weights, moments = files["model.safetensors"], files["optimizer.safetensors"]
+    _check_shapes(where, weights, tensors)
+    if state.get("base") != base:
+        raise ValueError(
+            f"checkpoint {where} is an adapter of the base {state.get('base')}, this learner's base is {base}; start "
+            "from the same policy.model_directory"
+        )
     _check_shapes(
         where, moments, {f"{moment}.{name}": parameters[name] for name in state["adam_steps"] for moment in MOMENTS}
     )
     with torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(weights[name])
+        for name, tensor in tensors.items():
+            tensor.copy_(like(weights[name], tensor))
     optimizer.state.clear()
     for name, step in state["adam_steps"].items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
             "step": torch.tensor(step, dtype=torch.float32, device=parameter.device if _is_fused(optimizer) else "cpu"),
-            **{moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS},
+            **{moment: like(moments[f"{moment}.{name}"], parameter.detach()) for moment in MOMENTS},
         }
     return counters
+
+
+def _collect(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor, keep: bool) -> None:
+    full = whole(tensor.detach())
+    if keep:
+        into[name] = full.cpu().contiguous()
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
     return bool(optimizer.defaults.get("fused"))
 
 
-def _check_shapes(where: str, found: dict[str, torch.Tensor], expected: dict[str, Any]) -> None:
+def _check_shapes(where: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, Any]) -> None:
     if found.keys() != expected.keys():
         raise ValueError(
             f"checkpoint {where} is of another model: it lacks {sorted(expected.keys() - found.keys())[:4]} and has "

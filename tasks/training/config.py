@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -48,6 +49,42 @@ class OptimizerConfig(BaseModel):
         return value
 
 
+class LoraConfig(BaseModel):
+    """Low-rank adapter (LoRA, arXiv 2106.09685): the policy's own weights stay frozen, the adapter is trained and
+    published."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    rank: int = Field(default=16, ge=1)
+    """Width of the adapter's matrices."""
+    alpha: int = Field(default=32, ge=1)
+    """The adapter's product is scaled by ``alpha / rank``."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linear layers that get an adapter, by the last part of their name."""
+
+    @field_validator("targets")
+    @classmethod
+    def _targets_are_named(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("training.lora.targets is empty, so nothing would be trained; name at least one layer")
+        return value
+
+
+class ReferenceConfig(BaseModel):
+    """The frozen policy that a KL term holds the current one close to. Only a loss that asks for it computes it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    model_directory: str | None = None
+    """Hugging Face directory of the reference, with the policy's vocabulary. None: the policy that the run started
+    from; with ``training.lora`` that is the policy with its adapter off, otherwise a frozen second copy in memory."""
+
+    @field_validator("model_directory")
+    @classmethod
+    def _make_absolute(cls, value: str | None) -> str | None:
+        return None if value is None else str(Path(value).expanduser().absolute())
+
+
 class TrainingConfig(BaseModel):
     """One update: advantages, loss, denominators, optimizer steps, micro-batches."""
 
@@ -92,6 +129,21 @@ class TrainingConfig(BaseModel):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or a gradient norm that is NaN or infinite: ``stop`` fails the update before the weights change, ``skip``
     drops that optimizer step and counts it."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type in which matrix products are computed. Weights, moments, gradients and the softmax are float32 either
+    way."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of the decoder's layers and compute each layer again in the backward pass: a third more
+    work, a fraction of the activations."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the whole policy; null: all weights are trained."""
+    reference: ReferenceConfig | None = None
+    """Reference policy of losses with a KL term; null: the defaults."""
+    ranks: int | None = Field(default=None, ge=1)
+    """Learner processes that share an update and its memory, one on each worker of the learner class. null: all its
+    workers (``pools.classes.learner.num_workers``). The result does not depend on it."""
+    collective_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest wait of a rank for the others, in seconds; then the update fails."""
 
     @field_validator("normaliser")
     @classmethod

@@ -14,6 +14,7 @@ from safetensors.torch import load
 
 from resources.object_store import ObjectStore
 from tasks.training.algorithm_config import CriticConfig
+from tasks.training.ranks import Ranks
 
 CRITIC_FILE = "critic.safetensors"
 """Where a checkpoint keeps it."""
@@ -44,6 +45,15 @@ class Critic:
         plain_N, bounded_N = (values_N - returns_N).square(), (bounded_N - returns_N).square()
         weight = self.config.coefficient if self.config.train_decoder else 1.0
         return 0.5 * weight * torch.maximum(plain_N, bounded_N), (bounded_N > plain_N).detach()
+
+    def sum_gradients(self, ranks: Ranks) -> None:
+        """Add up the head's gradient over ranks, each of which ran its own rows; the head itself lies on all of
+        them."""
+        if ranks.size == 1:
+            return
+        for parameter in self.head.parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = ranks.sum(gradient)
 
     def clip_gradient(self) -> torch.Tensor:
         """Scale the head's gradient down; returns its 2-norm before, a scalar."""

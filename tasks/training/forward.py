@@ -5,13 +5,15 @@ Legend: N trained tokens of a micro-batch, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tasks.training.packing import MicroBatch
+
+Precision = Literal["float32", "bfloat16"]
 
 
 class TokenOutputs(NamedTuple):
@@ -25,16 +27,41 @@ class TokenOutputs(NamedTuple):
     """The decoder's hidden state where the token is predicted."""
 
 
-class PolicyForward:
-    """The forward pass of the learner: decoder over all tokens, head over trained positions only."""
+class PolicyForward(torch.nn.Module):
+    """The forward pass of the learner: decoder over all tokens, head over trained positions only.
 
-    def __init__(self, model: PreTrainedModel, max_logits_per_chunk: int) -> None:
-        self.decoder = model.base_model
-        head = model.get_output_embeddings()
-        assert head is not None, f"{type(model).__name__} is a causal LM, so it has a head"
-        self.head: torch.nn.Module = head
+    Args:
+        precision: ``bfloat16`` computes matrix products in that type (autocast) from the float32 weights; the softmax
+            is float32 either way.
+        recompute_layers: keep the inputs of the decoder's layers only, and compute each layer again in the backward
+            pass (gradient checkpointing).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_logits_per_chunk: int,
+        *,
+        precision: Precision = "float32",
+        recompute_layers: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
         vocabulary_size = int(model.config.get_text_config().vocab_size)
         self.chunk_N = max(1, max_logits_per_chunk // vocabulary_size)
+        self.precision: Precision = precision
+        if recompute_layers:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+            for layer in self.layers:
+                # The switch by which a layer asks whether it is trained. Its parts stay in evaluation mode: no dropout.
+                layer.training = True
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder's layers, in order."""
+        layers = self.model.base_model.layers
+        assert isinstance(layers, torch.nn.ModuleList), type(layers)
+        return list(layers)
 
     def logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies (without gradient) of `tokens`."""
@@ -42,14 +69,19 @@ class PolicyForward:
         return outputs.logprobs_N, outputs.entropy_N
 
     def tokens(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
+        """See `forward`. Goes through the module's call, where sharded parameters are gathered."""
+        return self(batch, entropy_gradient=entropy_gradient)
+
+    def forward(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
         """One pass over a micro-batch. The entropy carries a gradient only if ``entropy_gradient``.
 
         Positions beyond ``max_logits_per_chunk`` are computed in chunks; with gradients enabled each chunk is
         recomputed in the backward pass, so that one chunk of logits is held at a time.
         """
-        hidden_TD = self.decoder(**batch.model_inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        hidden_ND = hidden_TD.index_select(0, batch.hidden_index_N)
-        return TokenOutputs(*self._chunked_logprobs(hidden_ND, batch, entropy_gradient), hidden_ND)
+        with torch.autocast(batch.targets_N.device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16"):
+            hidden_TD = self.model.base_model(**batch.model_inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+            hidden_ND = hidden_TD.index_select(0, batch.hidden_index_N)
+            return TokenOutputs(*self._chunked_logprobs(hidden_ND, batch, entropy_gradient), hidden_ND)
 
     def _chunked_logprobs(
         self, hidden_ND: torch.Tensor, batch: MicroBatch, entropy_gradient: bool
@@ -77,7 +109,9 @@ class PolicyForward:
         inverse_temperature_N: torch.Tensor | None,
         entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return target_logprobs(self.head(hidden_ND), targets_N, inverse_temperature_N, entropy_gradient)
+        head = self.model.get_output_embeddings()
+        assert head is not None, f"{type(self.model).__name__} is a causal LM, so it has a head"
+        return target_logprobs(head(hidden_ND), targets_N, inverse_temperature_N, entropy_gradient)
 
 
 def target_logprobs(

@@ -5,32 +5,38 @@ One update: advantages of all rows -> training masks -> optimizer steps (`steps`
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from resources.object_store import ObjectStore
-from resources.policy.directory import policy_files
+from resources.policy.directory import policy_files, weights_digest
 from tasks.training.advantages.base import AdvantageInputs
 from tasks.training.algorithms import Algorithms
 from tasks.training.checkpoint import LearnerCounters, restore_checkpoint, save_checkpoint
 from tasks.training.config import TrainingConfig
 from tasks.training.critic import CRITIC_FILE, Critic, read_critic
 from tasks.training.forward import PolicyForward
+from tasks.training.lora import add_adapter, published_name
 from tasks.training.masks import derive_masks, is_beyond_bound, trainable_tokens
 from tasks.training.metrics import batch_metrics
 from tasks.training.model import load_policy, policy_tensors
 from tasks.training.normalisers import build_normaliser
 from tasks.training.objective import Objective
 from tasks.training.optimizer import build_optimizer
-from tasks.training.packing import PackableSequence
+from tasks.training.packing import MicroBatch, PackableSequence
+from tasks.training.ranks import OneRank, Ranks
+from tasks.training.reference import AdapterOff, FrozenCopy, Reference
 from tasks.training.row import TrainingRow
 from tasks.training.schedule import learning_rate_at
+from tasks.training.sharding import shard, whole
 from tasks.training.steps import StepsReport, TrainableRows, UpdateSteps
 from tasks.training.token_reads import read_sampled_tokens
 
@@ -57,6 +63,8 @@ class Learner:
         device: torch device.
         threads: torch threads of this process.
         total_updates: length of the learning-rate schedule when the configuration does not name it.
+        ranks: the ranks that share the work; None: this process alone. With several, every method that updates, saves
+            or copies is called on all of them, with the same arguments.
     """
 
     def __init__(
@@ -68,11 +76,13 @@ class Learner:
         device: str = "cpu",
         threads: int = 1,
         total_updates: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         torch.set_num_threads(threads)
         self.config = config
         self.seed = seed
         self.device = device
+        self.ranks: Ranks = ranks or OneRank()
         self.total_updates = total_updates
         self.model_directory = Path(model_directory)
         self.version = 0
@@ -84,9 +94,14 @@ class Learner:
         self._loss = Objective(self.algorithms)
         self._normalise = build_normaliser(config)
         self.model = load_policy(model_directory, config.layout, device)
+        self.base = None
+        if config.lora is not None:
+            self.base = weights_digest(model_directory)
+            add_adapter(self.model, config.lora, seed)
         self._vocabulary_size = int(self.model.config.get_text_config().vocab_size)
-        self._forward = PolicyForward(self.model, config.max_logits_per_chunk)
-        self._optimizer = build_optimizer(list(self.model.parameters()), config.optimizer)
+        self._forward = self._sharded_forward(self.model, config.gradient_checkpointing)
+        self._reference = self._build_reference() if self._loss.needs_reference else None
+        self._optimizer = build_optimizer(list(self._parameters().values()), config.optimizer)
         width = int(self.model.config.get_text_config().hidden_size)
         self._critic = None if config.critic is None else Critic(width, config.critic, device)
 
@@ -121,7 +136,9 @@ class Learner:
         started = time.perf_counter()
         for row in rows:
             row.validate(version=version, vocabulary_size=self._vocabulary_size)
+        self._agree(rows, version)
         inputs = self._advantage_inputs(rows, version, max_staleness)
+        reference_RT = self._read_reference(rows)
         advantages = self.algorithms.estimate(inputs)
         masks = derive_masks(
             rows,
@@ -144,6 +161,7 @@ class Learner:
             version=version,
             rewards_R=[rows[i].reward or 0.0 for i in live],
             values_RT=None if inputs.values_RT is None else [inputs.values_RT[i] for i in live],
+            reference_RT=None if reference_RT is None else [reference_RT[i] for i in live],
             returns_RT=None if advantages.returns_RT is None else [advantages.returns_RT[i] for i in live],
         )
         steps_taken = 0
@@ -183,8 +201,14 @@ class Learner:
         return UpdateReport(self.version, metrics, steps_taken, skipped)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of the weights on the CPU, by name, contiguous; a tied head is left out."""
-        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in policy_tensors(self.model).items()}
+        """Copies of what is published, on the CPU, by name, contiguous; a tied head is left out. With LoRA the adapter
+        alone, under PEFT's names. Every rank takes part; the first one gets them, the others nothing."""
+        copies: dict[str, torch.Tensor] = {}
+        for name, tensor in self._learned().items():
+            full = whole(tensor)
+            if self.ranks.rank == 0:
+                copies[published_name(name) if self.config.lora else name] = full.detach().cpu().clone().contiguous()
+        return copies
 
     def files(self) -> dict[str, bytes]:
         """Configuration and tokenizer files that make a published version loadable by itself."""
@@ -195,8 +219,17 @@ class Learner:
         counters = LearnerCounters(
             self.seed, self.version, self.optimizer_step, self.skipped_updates, self.skipped_steps
         )
-        more = {} if self._critic is None else {CRITIC_FILE: self._critic.tensors()}
-        save_checkpoint(store, prefix, self.model, self._optimizer, counters, more=more)
+        save_checkpoint(
+            store,
+            prefix,
+            self._learned(),
+            self._parameters(),
+            self._optimizer,
+            counters,
+            base=self.base,
+            more={} if self._critic is None else {CRITIC_FILE: self._critic.tensors()},
+            writes=self.ranks.rank == 0,
+        )
 
     def restore(self, store: ObjectStore, prefix: str) -> None:
         """Go on from a checkpoint: the next update is bitwise the one that would have followed it.
@@ -206,7 +239,9 @@ class Learner:
             ValueError: it is damaged, of another model, or of a run with another seed (nothing has changed then).
         """
         critic = None if self._critic is None else read_critic(store, prefix)
-        counters = restore_checkpoint(store, prefix, self.model, self._optimizer, seed=self.seed)
+        counters = restore_checkpoint(
+            store, prefix, self._learned(), self._parameters(), self._optimizer, seed=self.seed, base=self.base
+        )
         if self._critic is not None and critic is not None:
             self._critic.load(critic)
         self.version = counters.version
@@ -226,9 +261,55 @@ class Learner:
         )
 
     def _read_values(self, rows: Sequence[TrainingRow], critic: Critic) -> list[np.ndarray]:
-        return read_sampled_tokens(
-            rows, lambda batch: critic.values(self._forward.tokens(batch).hidden_ND), self.config, self.device
+        return self._read_sampled(rows, lambda batch: critic.values(self._forward.tokens(batch).hidden_ND))
+
+    def _read_reference(self, rows: Sequence[TrainingRow]) -> list[np.ndarray] | None:
+        return None if self._reference is None else self._read_sampled(rows, self._reference.logprobs)
+
+    def _read_sampled(
+        self, rows: Sequence[TrainingRow], compute: Callable[[MicroBatch], torch.Tensor]
+    ) -> list[np.ndarray]:
+        return read_sampled_tokens(rows, compute, self.config, self.device, self.ranks)
+
+    def _sharded_forward(self, model: PreTrainedModel, recompute_layers: bool = False) -> PolicyForward:
+        forward = PolicyForward(
+            model,
+            self.config.max_logits_per_chunk,
+            precision=self.config.precision,
+            recompute_layers=recompute_layers,
         )
+        shard(forward, self.ranks)
+        return forward
+
+    def _build_reference(self) -> Reference:
+        directory = self.config.reference.model_directory if self.config.reference else None
+        if directory is None and self.config.lora is not None:
+            return AdapterOff(self._forward)
+        model = load_policy(directory or self.model_directory, self.config.layout, self.device)
+        if (size := int(model.config.get_text_config().vocab_size)) != self._vocabulary_size:
+            raise ValueError(
+                f"training.reference.model_directory is {directory!r}, whose vocabulary holds {size} tokens, the "
+                f"policy's {self._vocabulary_size}; give a model with the policy's tokenizer"
+            )
+        return FrozenCopy(self._sharded_forward(model))
+
+    def _agree(self, rows: Sequence[TrainingRow], version: int) -> None:
+        """Ranks that hold different batches would add up gradients of different losses."""
+        if self.ranks.size == 1:
+            return
+        digest = hashlib.sha256(repr([(row.trajectory_id, row.reward) for row in rows]).encode()).hexdigest()
+        digests = self.ranks.gather(digest)
+        if len(set(digests)) > 1:
+            raise ValueError(f"update {version}: the learner's ranks read different batches (digests {digests})")
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimizer moves, by name."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def _learned(self) -> dict[str, torch.Tensor]:
+        """What an update changes, by name: all of the policy, or its adapter."""
+        tensors = policy_tensors(self.model)
+        return tensors if self.config.lora is None else {name: tensors[name] for name in self._parameters()}
 
     def _set_learning_rate(self, version: int) -> float:
         learning_rate = learning_rate_at(version, self.config.optimizer, self.total_updates)
@@ -246,6 +327,7 @@ class Learner:
             config=self.config,
             device=self.device,
             critic=self._critic,
+            ranks=self.ranks,
         )
         try:
             return steps.run(version=version, seed=self.seed)

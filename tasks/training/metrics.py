@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -117,24 +118,49 @@ class StepSums:
             choose = torch.minimum if name.endswith("/min") else torch.maximum
             self._extrema[name] = choose(self._extrema.get(name, value), value)
 
+    def on_host(self) -> StepSums:
+        """A copy whose numbers lie in the host's memory, to be sent to another rank."""
+        copy = StepSums()
+        copy.num_tokens = self.num_tokens
+        copy._counts = Counter(self._counts)
+        copy._sums = {name: value.cpu() for name, value in self._sums.items()}
+        copy._extrema = {name: value.cpu() for name, value in self._extrema.items()}
+        return copy
+
     def read(self) -> dict[str, float]:
         """Means over tokens and extrema; {} when there was no token."""
         means = {name: float(value) / self._counts[name] for name, value in self._sums.items()}
         return {**means, **{name: float(value) for name, value in self._extrema.items()}}
 
 
-def mismatch_metrics(differences: np.ndarray, versions: np.ndarray, version: int) -> dict[str, float]:
-    """Learner minus engine log-probabilities [N], measured before the first optimizer step of the update.
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Learner minus engine log-probabilities of some tokens: how many, the sum and the largest of their magnitudes."""
+
+    num_tokens: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+
+    @classmethod
+    def of(cls, differences: np.ndarray) -> Mismatch:
+        """``differences`` is float32 [N]."""
+        magnitude = np.abs(differences)
+        return cls(magnitude.size, float(magnitude.sum(dtype=np.float64)), float(magnitude.max(initial=0.0)))
+
+    def __add__(self, other: Mismatch) -> Mismatch:
+        return Mismatch(self.num_tokens + other.num_tokens, self.total + other.total, max(self.largest, other.largest))
+
+
+def mismatch_metrics(engine_difference: Mismatch, policy_drift: Mismatch) -> dict[str, float]:
+    """Measured before the first optimizer step of the update.
 
     On tokens of the learner's own version it is the numerical mismatch of the two implementations
     (``engine_difference``); on older tokens it holds what the updates since then changed (``policy_drift``).
     """
     metrics: dict[str, float] = {}
-    own = versions == version
-    for name, chosen in (("engine_difference", own), ("policy_drift", ~own)):
-        metrics[f"{name}/num_tokens"] = int(chosen.sum())
-        if chosen.any():
-            magnitude = np.abs(differences[chosen])
-            metrics[f"{name}/mean"] = float(magnitude.mean())
-            metrics[f"{name}/max"] = float(magnitude.max())
+    for name, mismatch in (("engine_difference", engine_difference), ("policy_drift", policy_drift)):
+        metrics[f"{name}/num_tokens"] = mismatch.num_tokens
+        if mismatch.num_tokens:
+            metrics[f"{name}/mean"] = mismatch.total / mismatch.num_tokens
+            metrics[f"{name}/max"] = mismatch.largest
     return metrics

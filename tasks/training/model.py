@@ -58,15 +58,15 @@ def load_policy(model_directory: str | Path, layout: Layout, device: str) -> Pre
 
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Weights and persistent buffers by name, without second names of shared storage (a tied head): the live
-    tensors."""
+    """Weights and persistent buffers by name, without second names of one tensor (a tied head): the live tensors, or
+    this rank's shards of them."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.numel() and tensor.data_ptr() in seen:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
             continue
-        seen.add(tensor.data_ptr())
-        tensors[name] = tensor
+        seen.add(id(tensor))
+        tensors[name] = tensor.detach()
     return tensors
 
 

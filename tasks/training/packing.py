@@ -7,7 +7,7 @@ Legend: B sequences of a micro-batch, T their tokens, L the longest of them, N t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -122,6 +122,13 @@ def pack(
         sequence_N=_tensor(np.repeat(np.arange(len(chosen)), counts), device),
         num_tokens=int(lengths.sum()),
     )
+
+
+def filler(layout: Layout = "packed", device: str = "cpu") -> MicroBatch:
+    """A micro-batch of no row: one token goes through the model, none is trained. A rank that has run out of rows runs
+    it where others still have some, because a sharded model runs on all ranks or on none."""
+    nothing = PackableSequence(np.zeros(1, np.int64), np.zeros(1, np.bool_))
+    return replace(pack([nothing], [0], layout, device), rows=(), num_tokens=0)
 
 
 def _tensor(array: np.ndarray, device: str) -> torch.Tensor:

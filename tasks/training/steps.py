@@ -1,8 +1,8 @@
 """The optimizer steps of one update: minibatches, micro-batches, gradient accumulation.
 
 The gradient of a step is that of the whole minibatch: denominators are taken over the minibatch before it is split, and
-the micro-batches' gradients only add up. Legend: R trained rows of the update, T tokens of a row, N trained tokens of a
-micro-batch.
+the micro-batches' gradients only add up. The same holds for ranks: each runs its share of every minibatch, in as many
+micro-batches as the others. Legend: R trained rows of the update, T tokens of a row, N trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from tasks.training.correcting import correction_weights
 from tasks.training.critic import Critic
 from tasks.training.forward import PolicyForward
 from tasks.training.losses.base import LossInputs
-from tasks.training.metrics import StepSums, mismatch_metrics
-from tasks.training.minibatches import deal_minibatches
+from tasks.training.metrics import Mismatch, StepSums, mismatch_metrics
+from tasks.training.minibatches import deal_minibatches, deal_to_ranks
 from tasks.training.normalisers import Normaliser
 from tasks.training.objective import Objective
-from tasks.training.packing import MicroBatch, PackableSequence, pack, plan_microbatches
+from tasks.training.packing import MicroBatch, PackableSequence, filler, pack, plan_microbatches
+from tasks.training.ranks import OneRank, Ranks
+from tasks.training.sharding import whole
 
 
 class NonFiniteUpdate(RollartError):
@@ -54,6 +56,8 @@ class TrainableRows:
     """float32 [T] each: the critic's values when the update starts; None without a critic."""
     returns_RT: list[np.ndarray | None] | None = None
     """float32 [T] each: what the critic should have said; None for a row that teaches it nothing."""
+    reference_RT: list[np.ndarray] | None = None
+    """float32 [T] each: log-probabilities of sampled tokens under the reference policy; None: nothing asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,9 @@ class UpdateSteps:
         config: TrainingConfig,
         device: str,
         critic: Critic | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks: Ranks = ranks or OneRank()
         self.rows = rows
         self.forward = forward
         self.loss = loss
@@ -92,6 +98,10 @@ class UpdateSteps:
         """By row: log-probabilities of its trained tokens under the weights with which the update started."""
         self.correction_weights: dict[int, torch.Tensor] = {}
         """By row: weights of its trained tokens; without a row: 1."""
+        self._rank_of_row: dict[int, int] = {}
+        """A row stays on the rank that ran it first: what was computed of it before lies there."""
+        self._all_read = False
+        """Whether start log-probabilities of all rows are known."""
 
     def run(self, *, version: int, seed: int) -> StepsReport:
         """All epochs. Raises NonFiniteUpdate."""
@@ -103,7 +113,7 @@ class UpdateSteps:
         for epoch in range(self.config.epochs):
             rng = np.random.default_rng([seed, version, epoch])
             minibatches = deal_minibatches(self.rows.families, self.config.minibatches, rng)
-            if epoch == 0 and self.loss.needs_proximal and not self.start_logprobs:
+            if epoch == 0 and self.loss.needs_proximal and not self._all_read:
                 for minibatch in minibatches[1:]:
                     self._read_start_logprobs(minibatch)
             for minibatch in minibatches:
@@ -120,7 +130,7 @@ class UpdateSteps:
                 losses.append(loss)
                 norms.append(norm)
         self.optimizer.zero_grad(set_to_none=True)
-        metrics: dict[str, Any] = {**sums.read(), **self._mismatch(version), **corrected}
+        metrics: dict[str, Any] = {**self._read_metrics(sums, version), **corrected}
         if losses:
             metrics |= {
                 "loss": sum(losses) / len(losses),
@@ -145,13 +155,18 @@ class UpdateSteps:
             current_N, entropy_N, hidden_ND = self.forward.tokens(
                 batch, entropy_gradient=self.loss.needs_entropy_gradient
             )
+            if not batch.rows:
+                # A pass for the sake of the other ranks.
+                current_N.sum().backward()
+                continue
             if at_start:
                 self._keep_start_logprobs(batch, current_N.detach())
             inputs = LossInputs(
                 current_logprobs_N=current_N,
                 behaviour_logprobs_N=self._gather(self.rows.behaviour_RT, batch),
-                proximal_logprobs_N=(
-                    torch.cat([self.start_logprobs[row] for row in batch.rows]) if self.loss.needs_proximal else None
+                proximal_logprobs_N=_joined(self.start_logprobs, batch) if self.loss.needs_proximal else None,
+                reference_logprobs_N=(
+                    None if self.rows.reference_RT is None else self._gather(self.rows.reference_RT, batch)
                 ),
                 advantages_N=self._gather(self.rows.advantages_RT, batch),
                 sequence_N=batch.sequence_N,
@@ -170,11 +185,12 @@ class UpdateSteps:
             part.backward()
             loss += part.detach()
             sums.add(inputs, token_losses, entropy_N)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm))
         if self.critic is not None:
             # Its loss is part of the loss: a head that is not finite is refused with it.
+            self.critic.sum_gradients(self.ranks)
             sums.add_means({"critic/grad_norm": self.critic.clip_gradient()[None]})
-        return sums, float(loss), float(norm)
+        return sums, float(self.ranks.sum(loss)), float(norm)
 
     def prepare_corrections(self) -> dict[str, float]:
         """Weights of the off-policy corrections, for all rows at once and before the first step. Returns metrics."""
@@ -183,10 +199,11 @@ class UpdateSteps:
             return {}
         if any(correction.needs_proximal for algorithm in algorithms.all for correction in algorithm.corrections):
             self._read_start_logprobs(range(len(self.rows.sequences)))
+            self._all_read = True
         trained = [sequence.trained for sequence in self.rows.sequences]
         log_ratios_R = {
             row: logprobs - self._tensor(self.rows.behaviour_RT[row][trained[row]])
-            for row, logprobs in self.start_logprobs.items()
+            for row, logprobs in self._of_all_ranks(self.start_logprobs).items()
         }
         staleness_R = [
             torch.as_tensor(self.rows.version - versions[mask].astype(np.int64), device=self.device)
@@ -240,12 +257,23 @@ class UpdateSteps:
             )
 
     def _microbatches(self, minibatch: Sequence[int]) -> list[MicroBatch]:
-        lengths = [len(self.rows.sequences[row].token_ids) for row in minibatch]
+        """This rank's share of the minibatch; as many micro-batches on every rank."""
+        plans = [self._plan(share) for share in self._shares(minibatch)]
+        batches = [pack(self.rows.sequences, rows, self.config.layout, self.device) for rows in plans[self.ranks.rank]]
+        missing = max(len(plan) for plan in plans) - len(batches)
+        return [*batches, *(filler(self.config.layout, self.device) for _ in range(missing))]
+
+    def _plan(self, rows: Sequence[int]) -> list[list[int]]:
+        lengths = [len(self.rows.sequences[row].token_ids) for row in rows]
         plan = plan_microbatches(lengths, self.config.max_tokens_per_microbatch, self.config.layout)
-        return [
-            pack(self.rows.sequences, [minibatch[index] for index in indices], self.config.layout, self.device)
-            for indices in plan
-        ]
+        return [[rows[index] for index in indices] for indices in plan]
+
+    def _shares(self, minibatch: Sequence[int]) -> list[list[int]]:
+        new = [row for row in minibatch if row not in self._rank_of_row]
+        lengths = [len(self.rows.sequences[row].token_ids) for row in new]
+        for rank, share in enumerate(deal_to_ranks(lengths, self.ranks.size)):
+            self._rank_of_row.update((new[index], rank) for index in share)
+        return [[row for row in minibatch if self._rank_of_row[row] == rank] for rank in range(self.ranks.size)]
 
     def _read_start_logprobs(self, minibatch: Sequence[int]) -> None:
         with torch.no_grad():
@@ -253,8 +281,19 @@ class UpdateSteps:
                 self._keep_start_logprobs(batch, self.forward.logprobs(batch)[0])
 
     def _keep_start_logprobs(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> None:
-        parts = logprobs_N.split(self.num_tokens_R[list(batch.rows)].tolist())
-        self.start_logprobs.update(zip(batch.rows, parts, strict=True))
+        self.start_logprobs.update(self._by_row(batch, logprobs_N))
+
+    def _by_row(self, batch: MicroBatch, values_N: torch.Tensor) -> dict[int, torch.Tensor]:
+        parts = values_N.split(self.num_tokens_R[list(batch.rows)].tolist()) if batch.rows else ()
+        return dict(zip(batch.rows, parts, strict=True))
+
+    def _of_all_ranks(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        if self.ranks.size == 1:
+            return values
+        gathered: dict[int, torch.Tensor] = {}
+        for part in self.ranks.gather({row: value.cpu() for row, value in values.items()}):
+            gathered.update(part)
+        return {row: gathered[row].to(self.device) for row in sorted(gathered)}
 
     def _of_rows(self, values: Mapping[int, float] | Sequence[float] | None, batch: MicroBatch) -> torch.Tensor:
         """A number of each row, at its trained tokens: float32 [N]. None: 0."""
@@ -269,10 +308,27 @@ class UpdateSteps:
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.float32, device=self.device)
 
-    def _mismatch(self, version: int) -> dict[str, float]:
+    def _read_metrics(self, sums: StepSums, version: int) -> dict[str, Any]:
+        """Over all ranks."""
+        total, own, drift = StepSums(), Mismatch(), Mismatch()
+        for rank_sums, rank_own, rank_drift in self.ranks.gather((sums.on_host(), *self._mismatch(version))):
+            total.merge(rank_sums)
+            own, drift = own + rank_own, drift + rank_drift
+        return {**total.read(), **mismatch_metrics(own, drift)}
+
+    def _mismatch(self, version: int) -> tuple[Mismatch, Mismatch]:
+        """Of tokens of the learner's own version, and of older ones."""
         rows = sorted(self.start_logprobs)
+        if not rows:
+            return Mismatch(), Mismatch()
         trained = [self.rows.sequences[row].trained for row in rows]
         learner = torch.cat([self.start_logprobs[row] for row in rows]).cpu().numpy()
         engine = np.concatenate([self.rows.behaviour_RT[row][mask] for row, mask in zip(rows, trained, strict=True)])
         versions = np.concatenate([self.rows.versions_RT[row][mask] for row, mask in zip(rows, trained, strict=True)])
-        return mismatch_metrics(learner - engine, versions, version)
+        own = versions == version
+        return Mismatch.of((learner - engine)[own]), Mismatch.of((learner - engine)[~own])
+
+
+def _joined(values: dict[int, torch.Tensor], batch: MicroBatch) -> torch.Tensor:
+    """Values of the rows of a micro-batch, in its order: [N]."""
+    return torch.cat([values[row] for row in batch.rows])

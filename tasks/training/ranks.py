@@ -1,0 +1,148 @@
+"""The learner's ranks: which one am I, and what do we tell each other?
+
+A learner of one rank is the ordinary case and touches no torch.distributed. Several ranks form one process group (gloo
+on a CPU, nccl on GPUs), which meets at a TCP store that the first rank hosts. Between ranks travel gradients (see
+`sharding`), one scalar a step and a few objects an update; everything else each rank computes by itself from the batch.
+
+| who waits          | for what                    | until, at the latest                                    |
+|--------------------|-----------------------------|---------------------------------------------------------|
+| a rank that joins  | all others at the TCP store | ``timeout_s``                                           |
+| a collective       | the same one of all others  | ``timeout_s``; at once when another one's process ended |
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from resources.failures import InfrastructureFailure
+
+
+class Ranks(Protocol):
+    """What the learner asks of its ranks. All methods but `leave` are collective: every rank calls them, in one
+    order."""
+
+    rank: int
+    size: int
+    mesh: DeviceMesh | None
+    """None for a single rank."""
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, on all of them."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable object, in the order of ranks, on all of them."""
+        ...
+
+    def leave(self) -> None:
+        """End the group. Others that still wait in a collective leave it with an error."""
+        ...
+
+
+class OneRank:
+    """A learner in one process."""
+
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def leave(self) -> None:
+        return None
+
+
+class Rendezvous:
+    """The TCP store at which ranks meet. Lives in the first rank's process, on a free port."""
+
+    def __init__(self, host: str, size: int, timeout_s: float) -> None:
+        self.store = TCPStore(
+            host, 0, size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+        self.address = f"{host}:{self.store.port}"
+
+
+class ProcessRanks:
+    """One of several ranks, each in a process of its own. A process is in one group at a time."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        *,
+        device: str,
+        timeout_s: float,
+        store: TCPStore | None = None,
+    ) -> None:
+        """Blocks until all ranks are there.
+
+        Args:
+            address: ``host:port`` of the `Rendezvous`.
+            timeout_s: longest wait for the others, here and in every collective, in seconds.
+            store: the rendezvous' own store, on the rank that hosts it.
+
+        Raises:
+            InfrastructureFailure: not all ranks came in time, or this process already belongs to a group.
+        """
+        self.rank, self.size, self._device = rank, size, device
+        self._lock = threading.Lock()
+        self._left = False
+        if dist.is_initialized():
+            raise InfrastructureFailure(
+                f"rank {rank}: this process already belongs to a group of {dist.get_world_size()} ranks; another run "
+                "trains with several ranks on this worker: give the runs learner workers of their own"
+            )
+        if device.startswith("cuda:"):
+            torch.cuda.set_device(device)
+        timeout = timedelta(seconds=timeout_s)
+        host, _, port = address.rpartition(":")
+        try:
+            meeting = store or TCPStore(host, int(port), size, is_master=False, timeout=timeout)
+            dist.init_process_group(
+                "nccl" if device.startswith("cuda") else "gloo",
+                store=PrefixStore("learner", meeting),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+            )
+        except (RuntimeError, ValueError) as error:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            raise InfrastructureFailure(
+                f"rank {rank}: not all {size} learner ranks met at {address} within {timeout_s:g} s: {error}"
+            ) from error
+        self.mesh: DeviceMesh | None = init_device_mesh(device.partition(":")[0], (size,), mesh_dim_names=("ranks",))
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        total = value.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    def gather(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def leave(self) -> None:
+        """May be called from any thread, and repeatedly. nccl collectives end at once, gloo's at their timeout."""
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+        if dist.is_initialized():
+            group = dist.group.WORLD
+            if group is not None and self._device.startswith("cuda"):
+                group.abort()
+            dist.destroy_process_group()

@@ -1,0 +1,147 @@
+"""Two ranks train what one trains: weights, metrics, checkpoints. And what happens when one of them is gone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resources.object_store import ObjectStore
+from tasks.training.config import LoraConfig, LossConfig, OptimizerConfig
+from tasks.training.learner import Learner
+from tasks.training.minibatches import deal_to_ranks
+from tests.rank_processes import on_ranks
+from tests.unit.test_tasks_training_learner import make_batch, make_learner
+from tests.unit.test_tasks_training_model import make_model_directory
+from tests.unit.test_tasks_training_row import make_row
+
+NUM_UPDATES = 4
+COMMON: dict[str, Any] = {"optimizer": OptimizerConfig(learning_rate=1e-3, warmup_updates=0)}
+DECOUPLED: dict[str, Any] = {
+    **COMMON,
+    "loss": LossConfig(name="decoupled"),
+    "minibatches": 3,
+    "epochs": 2,
+    "max_tokens_per_microbatch": 40,
+}
+LORA: dict[str, Any] = {
+    **COMMON,
+    "lora": LoraConfig(rank=4, alpha=8),
+    "gradient_checkpointing": True,
+    "max_logits_per_chunk": 120,
+    "minibatches": 2,
+}
+Make = Callable[..., Learner]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("model"))
+
+
+def train(config: dict[str, Any], make: Make, rank: int = 0) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Several updates, the last one of a single group, so that a rank runs out of rows before the other does."""
+    learner = make(**config)
+    reports = [learner.update(make_batch(version), version).metrics for version in range(NUM_UPDATES)]
+    few = [make_row(index, reward=float(index), group="few", version=0) for index in range(2)]
+    reports.append(learner.update(few, NUM_UPDATES).metrics)
+    return learner.tensors(), reports
+
+
+def save_after_two(store: str, make: Make, rank: int) -> dict[str, torch.Tensor]:
+    learner = make(**DECOUPLED)
+    for version in (0, 1):
+        learner.update(make_batch(version), version)
+    learner.save(ObjectStore.open(store), "two-ranks")
+    learner.update(make_batch(2), 2)
+    return learner.tensors()
+
+
+def go_on_from(store: str, name: str, make: Make, rank: int) -> dict[str, torch.Tensor]:
+    learner = make(**DECOUPLED)
+    learner.restore(ObjectStore.open(store), name)
+    learner.update(make_batch(2), 2)
+    return learner.tensors()
+
+
+def differ(make: Make, rank: int) -> None:
+    make(**COMMON).update(make_batch(0)[rank:], 0)
+
+
+def test_two_ranks_train_what_one_trains(directory: Path, tmp_path: Path) -> None:
+    """Weights to 1e-5 after several updates, the whole model and an adapter; checkpoints of either load into both."""
+    store = str(tmp_path)
+    one = make_learner(directory, **DECOUPLED)
+    for version in (0, 1):
+        one.update(make_batch(version), version)
+    one.save(ObjectStore.open(store), "one-rank")
+    full, adapter, resumed, from_one, refused = on_ranks(
+        2,
+        directory,
+        partial(train, DECOUPLED),
+        partial(train, LORA),
+        partial(save_after_two, store),
+        partial(go_on_from, store, "one-rank"),
+        differ,
+    )
+    for config, ranks in ((DECOUPLED, full), (LORA, adapter)):
+        tensors, reports = train(config, partial(make_learner, directory))
+        assert_close(tensors, ranks[0][0])
+        assert ranks[1][0] == {}, "the first rank alone gets the weights"
+        for expected, *found in zip(reports, ranks[0][1], ranks[1][1], strict=True):
+            for name, value in expected.items():
+                if not name.startswith(("time/", "tokens_per_s")):
+                    assert [other[name] for other in found] == pytest.approx([value] * 2, rel=1e-3, abs=1e-5), name
+    one.update(make_batch(2), 2)
+    assert_close(one.tensors(), resumed[0])
+    assert_close(one.tensors(), from_one[0])
+    back = make_learner(directory, **DECOUPLED)
+    back.restore(ObjectStore.open(store), "two-ranks")
+    back.update(make_batch(2), 2)
+    assert_close(back.tensors(), resumed[0])
+    assert all("read different batches" in str(error) for error in refused)
+
+
+def assert_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert float((tensor - found[name]).abs().max()) <= 1e-5, name
+
+
+class EndingLoss:
+    """Ends the process at the first micro-batch."""
+
+    needs_proximal = False
+
+    def token_losses(self, inputs):
+        os._exit(1)
+
+
+def end_in_an_update(make: Make, rank: int) -> None:
+    learner = make(**COMMON)
+    if rank == 1:
+        learner._loss = EndingLoss()
+    learner.update(make_batch(0), 0)
+
+
+def test_a_rank_whose_neighbour_dies_leaves_its_collective(directory: Path) -> None:
+    """At once, long before the collective's timeout; and it does not train on."""
+    [(survivor, dead)] = on_ranks(2, directory, end_in_an_update)
+    assert dead is None
+    assert isinstance(survivor, RuntimeError) and "Connection closed by peer" in str(survivor)
+
+
+@given(tokens=st.lists(st.integers(1, 500), max_size=40), num_ranks=st.integers(1, 6))
+def test_rows_are_dealt_once_and_evenly(tokens: list[int], num_ranks: int) -> None:
+    shares = deal_to_ranks(tokens, num_ranks)
+    assert sorted(index for share in shares for index in share) == list(range(len(tokens)))
+    loads = [sum(tokens[index] for index in share) for share in shares]
+    if tokens:
+        assert max(loads) - min(loads) <= max(tokens)
