@@ -75,6 +75,7 @@ def differ(make: Make, rank: int) -> None:
     make(**COMMON).update(make_batch(0)[rank:], 0)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_trains(directory: Path, tmp_path: Path) -> None:
     """Weights to 1e-5 after several updates, the whole model and an adapter; checkpoints of either load into both."""
     store = str(tmp_path)
@@ -131,11 +132,12 @@ def end_in_an_update(make: Make, rank: int) -> None:
     learner.update(make_batch(0), 0)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_neighbour_dies_leaves_its_collective(directory: Path) -> None:
     """At once, long before the collective's timeout; and it does not train on."""
     [(survivor, dead)] = on_ranks(2, directory, end_in_an_update)
     assert dead is None
-    assert isinstance(survivor, RuntimeError) and "Connection closed by peer" in str(survivor)
+    assert isinstance(survivor, RuntimeError) and "gloo" in str(survivor)
 
 
 @given(tokens=st.lists(st.integers(1, 500), max_size=40), num_ranks=st.integers(1, 6))
