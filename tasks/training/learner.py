@@ -33,7 +33,7 @@ from tasks.training.objective import Objective
 from tasks.training.optimizer import build_optimizer
 from tasks.training.packing import MicroBatch, PackableSequence
 from tasks.training.ranks import OneRank, Ranks
-from tasks.training.reference import AdapterOff, FrozenCopy, Reference
+from tasks.training.reference import AdapterOff, FrozenCopy, Reference, reward_penalties
 from tasks.training.row import TrainingRow
 from tasks.training.schedule import learning_rate_at
 from tasks.training.sharding import shard, whole
@@ -137,8 +137,8 @@ class Learner:
         for row in rows:
             row.validate(version=version, vocabulary_size=self._vocabulary_size)
         self._agree(rows, version)
-        inputs = self._advantage_inputs(rows, version, max_staleness)
-        reference_RT = self._read_reference(rows)
+        reference_RT = None if self._reference is None else self._read_sampled(rows, self._reference.logprobs)
+        inputs = self._advantage_inputs(rows, version, max_staleness, reference_RT)
         advantages = self.algorithms.estimate(inputs)
         masks = derive_masks(
             rows,
@@ -251,20 +251,22 @@ class Learner:
         self._failure = None
 
     def _advantage_inputs(
-        self, rows: Sequence[TrainingRow], version: int, max_staleness: int | None
+        self,
+        rows: Sequence[TrainingRow],
+        version: int,
+        max_staleness: int | None,
+        reference_RT: list[np.ndarray] | None,
     ) -> AdvantageInputs:
         return AdvantageInputs(
             rows=rows,
             trainable_RT=[trainable_tokens(row, version, max_staleness, self.config.truncated_rows) for row in rows],
             counted_R=[not is_beyond_bound(row, version, max_staleness) for row in rows],
+            penalty_RT=None if reference_RT is None else reward_penalties(self.algorithms, rows, reference_RT),
             values_RT=None if self._critic is None else self._read_values(rows, self._critic),
         )
 
     def _read_values(self, rows: Sequence[TrainingRow], critic: Critic) -> list[np.ndarray]:
         return self._read_sampled(rows, lambda batch: critic.values(self._forward.tokens(batch).hidden_ND))
-
-    def _read_reference(self, rows: Sequence[TrainingRow]) -> list[np.ndarray] | None:
-        return None if self._reference is None else self._read_sampled(rows, self._reference.logprobs)
 
     def _read_sampled(
         self, rows: Sequence[TrainingRow], compute: Callable[[MicroBatch], torch.Tensor]

@@ -116,19 +116,10 @@ def assert_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
         assert float((tensor - found[name]).abs().max()) <= 1e-5, name
 
 
-class EndingLoss:
-    """Ends the process at the first micro-batch."""
-
-    needs_proximal = False
-
-    def token_losses(self, inputs):
-        os._exit(1)
-
-
 def end_in_an_update(make: Make, rank: int) -> None:
     learner = make(**COMMON)
     if rank == 1:
-        learner._loss = EndingLoss()
+        learner._loss.token_losses = lambda *_: os._exit(1)
     learner.update(make_batch(0), 0)
 
 
