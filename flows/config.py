@@ -14,6 +14,7 @@ from resources.environments.family import FamilyConfig
 from resources.environments.registry import quickstart_families
 from resources.hardware import PoolsConfig
 from resources.policy.config import PolicyConfig
+from resources.recovery.config import RecoveryConfig
 from resources.rewards.config import RewardsConfig
 from resources.rollout.config import RolloutConfig
 from resources.state_dir import state_dir
@@ -79,6 +80,8 @@ class RunConfig(BaseModel):
     """Algorithm and optimizer."""
     rewards: RewardsConfig = RewardsConfig()
     """Elastic reward pool."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """How far the run goes to save itself when its processes die."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
     checkpoint_keep: int = Field(default=2, ge=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 
 from flows.config import RunConfig, default_store
 from flows.plane import rollout_plane
@@ -54,7 +54,8 @@ def evaluate(
     beside.service_folder().put_json("config.json", config.model_dump(mode="json"))
     with run_pools(config.pools, state_dir()) as pools:
         pools.wait_for_imports()
-        with rollout_plane(pools.client, pools.serving, beside, config, None, point), reward_pool(beside, config):
+        log = get_run_logger().warning
+        with rollout_plane(pools.client, pools.serving, beside, config, None, point, log), reward_pool(beside, config):
             return evaluate_plane(pools, beside, config, version, greedy=greedy)
 
 

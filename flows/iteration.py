@@ -21,6 +21,7 @@ from prefect import flow
 from pydantic import BaseModel, ConfigDict
 
 from flows.config import RunConfig
+from flows.retries import run_stage
 from resources.runs import RunRef
 from tasks.evaluation.stage import evaluate_version
 from tasks.record.stage import record
@@ -41,6 +42,15 @@ class IterationPlan(BaseModel):
     """Held-out episodes a family after this iteration; 0: none is due."""
     evaluate_seed: int = 0
     greedy: bool = False
+    max_stage_retries: int = 0
+    """How often a stage that lost its worker, or an actor that it called, is run again."""
+    recovery_s: float = 0.0
+    """Longest wait for lost actors to be rebuilt before that, in seconds."""
+
+    @property
+    def on_loss(self) -> dict[str, Any]:
+        """For `run_stage`."""
+        return {"retries": self.max_stage_retries, "recovery_s": self.recovery_s}
 
     @classmethod
     def of(cls, config: RunConfig, version: int) -> IterationPlan:
@@ -53,6 +63,8 @@ class IterationPlan(BaseModel):
             evaluate_episodes=evaluation.num_episodes if is_due else 0,
             evaluate_seed=config.seed,
             greedy=evaluation.greedy,
+            max_stage_retries=config.recovery.max_stage_retries,
+            recovery_s=config.recovery.replacement_wait_s + config.recovery.build_timeout_s,
         )
 
 
@@ -61,18 +73,19 @@ def rl_iteration(run: RunRef, version: int, plan: IterationPlan) -> dict[str, An
     """Turn policy version ``version`` into ``version + 1``. Returns the iteration's metrics row.
 
     Runs on a `PoolTaskRunner`; the run's engines, queue and learner must be registered on its cluster. A stage that
-    fails fails the iteration: the run can be resumed behind the last one that was recorded.
+    lost its worker is run again when its actors are rebuilt; one that fails otherwise fails the iteration, and the run
+    can be resumed behind the last one that was recorded.
     """
     started = time.time()
     # 1. Block until the group queue holds batch v: complete, scored groups within the staleness bound.
     batch = collect.submit(run, version, plan.timeout_s).result()
     collected = time.time()
     # 2. Train on it, while rollouts go on under v.
-    metrics = update.submit(run, version, plan.timeout_s).result()
+    metrics = run_stage(update, run, version, plan.timeout_s, **plan.on_loss)
     # 3. Version v + 1 goes to the weight store; engines prefetch it while they still serve v.
-    published = publish.submit(run, plan.timeout_s).result()
+    published = run_stage(publish, run, version + 1, plan.timeout_s, **plan.on_loss)
     # 4., 5., 6. Suspend at the next decode step, load (a pointer swap), resume: running trajectories go on under v + 1.
-    switched = switch_weights.submit(run, version + 1, plan.timeout_s).result()
+    switched = run_stage(switch_weights, run, version + 1, plan.timeout_s, **plan.on_loss)
     # 7. Metrics, artifacts, manifest; then evaluate when due: the next load comes after it, so one version is measured.
     spent = {
         "time/started_at": started,
@@ -80,7 +93,7 @@ def rl_iteration(run: RunRef, version: int, plan: IterationPlan) -> dict[str, An
         "time/iteration_s": time.time() - started,
     }
     row = {**batch, **metrics, **{f"weights/{k}": v for k, v in published.items()}, **switched, **spent}
-    row = record.submit(run, version, row, plan.families).result()
+    row = run_stage(record, run, version, row, plan.families, **plan.on_loss)
     if plan.evaluate_episodes:
         episodes = dict.fromkeys(plan.families, plan.evaluate_episodes)
         row["evaluation"] = evaluate_version.submit(

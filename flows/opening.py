@@ -15,6 +15,8 @@ from resources.rewards.scorers.registry import resolve_scorer
 from resources.runs import (
     ResumePoint,
     RunRef,
+    checkpoint_prefix,
+    checkpoint_versions,
     create_run,
     find_run,
     iterations,
@@ -107,6 +109,11 @@ def _forget_unrecorded_batches(run: RunRef, version: int) -> None:
     for taken in batch_versions(run.root(), run.run_id):
         if taken >= version:
             run.root().delete(batch_key(run.run_id, taken))
+    # Nor may a learner that is rebuilt later find a checkpoint that this life of the run has not written.
+    for written in checkpoint_versions(run):
+        if written > version:
+            for key in run.folder().list(checkpoint_prefix(written)):
+                run.folder().delete(key)
 
 
 def _check_same(run: RunRef, new: dict[str, Any], old: dict[str, Any]) -> None:

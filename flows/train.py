@@ -59,7 +59,9 @@ def train(
         model_directory = starting_policy(config, pools)
         pools.wait_for_imports()
         with (
-            rollout_plane(pools.client, pools.serving, run, config, model_directory, point) as plane,
+            rollout_plane(
+                pools.client, pools.serving, run, config, model_directory, point, get_run_logger().warning
+            ) as plane,
             reward_pool(run, config) as autoscaler,
         ):
             if config.evaluation.before and point is None:

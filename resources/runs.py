@@ -104,6 +104,17 @@ def read_iteration(run: RunRef, iteration: int) -> dict[str, Any]:
     return run.folder().get_json(iteration_key(iteration))
 
 
+def checkpoint_prefix(version: int) -> str:
+    """Where the learner's checkpoint of a version lies in the run's folder."""
+    return f"checkpoints/v{version:06d}"
+
+
+def checkpoint_versions(run: RunRef) -> list[int]:
+    """Versions of the complete checkpoints, ascending (``state.json`` is written last)."""
+    keys = [key.split("/") for key in run.folder().list("checkpoints/")]
+    return sorted(int(key[1].removeprefix("v")) for key in keys if key[2:] == ["state.json"])
+
+
 def note_resume(run: RunRef) -> int:
     """Count a resume of the run; returns which one it is, from 1. Two at once never get the same number."""
     number = num_resumes(run) + 1

@@ -107,6 +107,17 @@ async def actor_lives(link: DaskLink, handle: ActorHandle) -> bool:
     return bool(hosts.get(handle.key))
 
 
+def lives_sync(handle: ActorHandle, *, timeout_s: float = SCHEDULER_REPLY_S) -> bool:
+    """`actor_lives` for threads without an event loop."""
+    link = find_link(handle.scheduler)
+    answer = asyncio.run_coroutine_threadsafe(actor_lives(link, handle), link.loop)
+    try:
+        return answer.result(timeout_s)
+    except concurrent.futures.TimeoutError:
+        answer.cancel()
+        raise DeadlineExceeded(f"whether {handle} lives was not known within {timeout_s:g} s") from None
+
+
 async def _execute(link: DaskLink, handle: ActorHandle, method: str, args: Any, kwargs: dict[str, Any]) -> Any:
     if link.worker is not None and link.worker.address == handle.worker:
         if handle.key not in link.worker.state.actors:

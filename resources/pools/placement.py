@@ -72,3 +72,21 @@ def release_actor(handle: ActorHandle) -> None:
     """End an actor that this process started. Its worker drops the object; call a ``close`` method of it before."""
     if handle.owner is not None:
         handle.owner.release()
+
+
+def restart_worker(client: Client, address: str, *, timeout_s: float = 30.0) -> None:
+    """End a worker process with everything in it. Its nanny starts another one; a worker without a nanny is left to
+    whoever started it. Returns when it is gone. Raises InfrastructureFailure when that takes too long."""
+    assert client.scheduler is not None, client
+    try:
+        client.sync(
+            client.scheduler.restart_workers,
+            workers=[address],
+            timeout=timeout_s,
+            wait_for_workers=False,
+            on_error="raise",
+            stimulus_id=f"recovery-{uuid4().hex}",
+            callback_timeout=timeout_s + 5.0,
+        )
+    except (DaskTimeoutError, TimeoutError, OSError) as error:
+        raise InfrastructureFailure(f"worker {address} could not be restarted within {timeout_s:g} s") from error

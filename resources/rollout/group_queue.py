@@ -275,6 +275,10 @@ class GroupQueue:
                 self._score_due.pop(trajectory_id, None)
         return evaluation.results()
 
+    async def serving_version(self) -> int:
+        """The version that engines serve: what one that is built now must load."""
+        return self._gate.version
+
     async def stats(self) -> dict[str, Any]:
         """JSON-able figures; ``log_records`` holds what is new since the last call."""
         log_records, now = await self.take_log(), self._clock()

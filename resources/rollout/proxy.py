@@ -70,6 +70,7 @@ class LLMProxy:
         self._changed = asyncio.Event()
         self._fallbacks: Counter[tuple[str, str]] = Counter()
         self._num_rerouted = self._num_rescued_tokens = 0
+        self._suspects: set[str] = set()
         self._retiring: set[asyncio.Task[None]] = set()
         self.set_engines(engines)
 
@@ -82,7 +83,7 @@ class LLMProxy:
             self._links[hardware_class] = []
             for name, actor in members:
                 link = kept.get((hardware_class, name))
-                if link is None or link.actor is not actor:
+                if link is None or link.actor != actor:  # a handle that travelled is equal, never the same object
                     link = self._open_link(name, hardware_class, actor)
                 else:
                     del kept[hardware_class, name]
@@ -120,6 +121,7 @@ class LLMProxy:
                     )  # fmt: skip
                 errors.append(f"engine {link.name}: {generation.error or 'aborted the request'}")
                 self._num_rescued_tokens += len(generation.token_ids)
+            self._suspects.add(link.name)
             self._homes.pop(request.trajectory_id, None)
             self._num_rerouted += 1
         raise EngineFailure(
@@ -131,6 +133,11 @@ class LLMProxy:
         home = self._homes.pop(trajectory_id, None)
         if home is not None:
             home.release(trajectory_id)
+
+    def take_suspects(self) -> list[str]:
+        """Engines that failed on a request since the last call: a supervisor is to find out whether they still live."""
+        suspects, self._suspects = sorted(self._suspects), set()
+        return suspects
 
     def stats(self) -> dict[str, Any]:
         links = [link for links in self._links.values() for link in links]

@@ -98,6 +98,13 @@ class RolloutWorker:
         """JSON-able figures of this worker, its proxy and its caches."""
         return await self._on_loop(self._parts.stats())
 
+    async def health(self) -> dict[str, Any]:
+        """``worn_out``: why this process must be replaced, or nothing; ``suspects``: engines that failed here since the
+        last call."""
+        if not self._thread.is_alive():
+            return {"worn_out": f"its event loop has ended ({self._failure or 'closed'})", "suspects": []}
+        return await self._on_loop(self._parts.health())
+
     async def set_engines(self, engines: Engines) -> None:
         """Use these engines from now on (a supervisor has rebuilt one, or added one)."""
         await self._on_loop(self._parts.set_engines(engines))
@@ -219,6 +226,9 @@ class _Parts:
 
     async def set_engines(self, engines: Engines) -> None:
         self._proxy.set_engines(engines)
+
+    async def health(self) -> dict[str, Any]:
+        return {"worn_out": "", "suspects": self._proxy.take_suspects()}
 
     async def stats(self) -> dict[str, Any]:
         return {

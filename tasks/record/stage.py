@@ -12,11 +12,14 @@ from prefect.artifacts import create_table_artifact
 from resources.failures import InfrastructureFailure
 from resources.pools.actors import call_sync
 from resources.pools.registry import lookup_sync
+from resources.recovery.whole import RESTARTS
 from resources.runs import RunRef, write_iteration
 from resources.telemetry.metrics import finite, write_metrics
 from tasks.record.table import family_table
 
 ANSWER_S = 60.0
+REBUILT = {"engine": "restarts/engine", "learner": "restarts/learner", "environment": "restarts/environment"}
+"""Metric of each role whose actors are rebuilt."""
 
 
 def worker_stats(workers: Sequence[Any], warn: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -36,7 +39,7 @@ def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[st
 
     The manifest moves last: once it lies there, a resume starts behind this iteration.
     """
-    actors = lookup_sync(run.service_id)
+    actors = lookup_sync(run.service_id, max_age_s=0.0)
     assert actors.learner is not None, f"run {run.run_id} has no learner"
     stats = call_sync(actors.queue, "stats", timeout_s=ANSWER_S)
     logger = get_run_logger()
@@ -45,6 +48,7 @@ def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[st
     for line in stats.pop("log_records", []):
         logger.warning("%s", line)
     row = {"iteration": version, "recorded_at": time.time(), **metrics, "queue": stats, "workers": workers}
+    row |= {metric: actors.facts.get(RESTARTS, {}).get(role, 0) for role, metric in REBUILT.items()}
     row["tokens_per_s"] = row["num_tokens"] / row["time/iteration_s"]
     write_metrics(run.folder(), version, row)
     create_table_artifact(

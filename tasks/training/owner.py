@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from resources.runs import RunRef
+from resources.runs import RunRef, checkpoint_prefix
 from resources.trajectories.batch import read_batch
 from resources.trajectories.store import read_trajectories
 from resources.weights.store import WeightStore
@@ -48,12 +48,8 @@ class LearnerActor:
         )
         self.version = 0
         if resume_version is not None:
-            self.learner.restore(self.folder, self._checkpoint(resume_version))
+            self.learner.restore(self.folder, checkpoint_prefix(resume_version))
             self.version = resume_version
-
-    @staticmethod
-    def _checkpoint(version: int) -> str:
-        return f"checkpoints/v{version:06d}"
 
     def update(self, version: int) -> dict[str, Any]:
         """Train on batch ``version``; the learner then holds version + 1. Returns the update's metrics.
@@ -79,17 +75,22 @@ class LearnerActor:
             "time/update_s": time.perf_counter() - started,
         }
 
-    def publish(self) -> dict[str, Any]:
-        """Write the weights of the version held, then the checkpoint that a resume starts from.
+    def publish(self, version: int) -> dict[str, Any]:
+        """Write the weights of a version, then the checkpoint that a resume starts from.
 
-        What lies there already is replaced: it comes from an iteration that ended before it was recorded.
+        What lies there already is replaced: it comes from an iteration that ended before it was recorded. A learner
+        that was rebuilt after the update and holds the version before trains on its batch again, bitwise as before.
         """
+        if self.version == version - 1:
+            self.update(version - 1)
+        if self.version != version:
+            raise ValueError(f"the learner holds version {self.version} and cannot publish version {version}")
         started = time.perf_counter()
         manifest = self.weights.publish(
             self.version, self.learner.tensors(), files=self.learner.files(), on_exist="replace"
         )
         published_s = time.perf_counter() - started
-        self.learner.save(self.folder, self._checkpoint(self.version))
+        self.learner.save(self.folder, checkpoint_prefix(self.version))
         return {
             "version": self.version,
             "num_bytes": manifest.num_bytes,
@@ -104,7 +105,7 @@ class LearnerActor:
             version = int(key.split("/")[1].removeprefix("v"))
             if version <= self.version - self.checkpoint_keep and version not in protected:
                 self.folder.delete(key)
-                self._drop_if_empty(self._checkpoint(version))
+                self._drop_if_empty(checkpoint_prefix(version))
 
     def _drop_if_empty(self, prefix: str) -> None:
         # On a local store a folder outlives its files, and each would be listed in every iteration to come.

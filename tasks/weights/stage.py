@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from prefect import get_run_logger, task
 
 from resources.engines.base import LoadReport
+from resources.failures import EngineFailure, InfrastructureFailure
 from resources.pools.actors import call, call_sync
 from resources.pools.registry import RunActors, lookup_sync
 from resources.runs import RunRef
@@ -18,12 +20,12 @@ GRACE_S = 30.0
 
 
 @task(name="publish", tags=["pool:learner"])
-def publish(run: RunRef, timeout_s: float) -> dict[str, Any]:
-    """Write the learner's version to the weight store; engines prefetch it while they still serve the one before."""
-    actors = lookup_sync(run.service_id)
+def publish(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
+    """Write a version to the weight store; engines prefetch it while they still serve the one before."""
+    actors = lookup_sync(run.service_id, max_age_s=0.0)
     assert actors.learner is not None, f"run {run.run_id} has no learner"
-    report = call_sync(actors.learner, "publish", timeout_s=timeout_s)
-    asyncio.run(_on_all(_engines(actors), "prefetch", report["version"], timeout_s=timeout_s))
+    report = call_sync(actors.learner, "publish", version, timeout_s=timeout_s)
+    asyncio.run(_on_all(_engines(actors), "prefetch", version, timeout_s=timeout_s, warn=get_run_logger().warning))
     return report
 
 
@@ -35,11 +37,11 @@ def switch_weights(run: RunRef, version: int, timeout_s: float) -> dict[str, Any
     so that no generation of the next batch starts under the old weights. In the one-off pipeline all of this waits
     until the next batch is complete: the load comes between two batches.
     """
-    actors = lookup_sync(run.service_id)
-    waited_s = call_sync(
-        actors.queue, "wait_loadable", version, load_timeout_s=timeout_s, timeout_s=timeout_s + GRACE_S
-    )
-    reports, suspended_s = asyncio.run(_switch(_engines(actors), actors.queue, version, timeout_s))
+    queue = lookup_sync(run.service_id, max_age_s=0.0).queue
+    waited_s = call_sync(queue, "wait_loadable", version, load_timeout_s=timeout_s, timeout_s=timeout_s + GRACE_S)
+    actors = lookup_sync(run.service_id, max_age_s=0.0)  # an engine may have been rebuilt meanwhile
+    warn = get_run_logger().warning
+    reports, suspended_s = asyncio.run(_switch(_engines(actors), actors.queue, version, timeout_s, warn))
     get_run_logger().info("version %d is loaded on %d engines in %.3f s", version, len(reports), suspended_s)
     return {
         "weights/load_waited_s": waited_s,
@@ -54,23 +56,47 @@ def _engines(actors: RunActors) -> list[Any]:
     return [engine for of_class in actors.engines.values() for engine in of_class]
 
 
-async def _switch(engines: list[Any], queue: Any, version: int, timeout_s: float) -> tuple[list[LoadReport], float]:
+async def _switch(
+    engines: list[Any], queue: Any, version: int, timeout_s: float, warn: Callable[[str], None]
+) -> tuple[list[LoadReport], float]:
     started = time.perf_counter()
-    await _on_all(engines, "suspend", timeout_s=timeout_s)
     try:
-        reports = await _on_all(engines, "load", version, timeout_s=timeout_s)
+        stopped = await _on_all(engines, "suspend", timeout_s=timeout_s, warn=warn)
+        loaded = await _on_all(list(stopped), "load", version, timeout_s=timeout_s, warn=warn)
         await asyncio.wait_for(call(queue, "version_loaded", version), timeout_s)
     finally:
         # A load that failed leaves the old weights in place: engines go on with them while the run is being ended.
-        await _on_all(engines, "resume", timeout_s=timeout_s)
-    return reports, time.perf_counter() - started
+        await _on_all(engines, "resume", timeout_s=timeout_s, warn=warn)
+    return list(loaded.values()), time.perf_counter() - started
 
 
-async def _on_all(engines: list[Any], method: str, *args: Any, timeout_s: float) -> list[Any]:
-    """The same call on every engine at once. Raises TimeoutError naming the method when one does not answer."""
+async def _on_all(
+    engines: list[Any], method: str, *args: Any, timeout_s: float, warn: Callable[[str], None]
+) -> dict[Any, Any]:
+    """The same call on every engine at once; answers by engine.
+
+    An engine that fails is left out, as long as one is left: the run's supervisor rebuilds it, or lets it load the
+    version in force.
+
+    Raises:
+        TimeoutError: one does not answer; names the method.
+        InfrastructureFailure: every engine failed.
+    """
     try:
-        return await asyncio.wait_for(asyncio.gather(*(call(engine, method, *args) for engine in engines)), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            answers = await asyncio.gather(*(call(engine, method, *args) for engine in engines), return_exceptions=True)
     except TimeoutError as error:
         raise TimeoutError(
             f"{len(engines)} engines: {method}() was not answered by all within {timeout_s:g} s"
         ) from error
+    answered = {}
+    for engine, answer in zip(engines, answers, strict=True):
+        if isinstance(answer, (InfrastructureFailure, EngineFailure)):
+            warn(f"{engine} is left out of {method}(): {answer}")
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            answered[engine] = answer
+    if not answered:
+        raise InfrastructureFailure(f"no engine is left to {method}(): {'; '.join(map(str, answers))}")
+    return answered

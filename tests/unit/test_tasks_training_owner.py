@@ -25,7 +25,7 @@ def test_old_versions_leave_nothing_behind(actor: LearnerActor) -> None:
     """A folder left behind by every version would be listed in every later iteration."""
     for version in range(5):
         actor.version = version
-        actor.publish()
+        actor.publish(version)
     actor.prune([1, 4])
     folder = actor.folder.local_path("checkpoints")
     assert folder is not None

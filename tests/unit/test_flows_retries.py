@@ -1,0 +1,80 @@
+"""Which failures of a stage are losses, and how often is it run again?"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+import flows.retries
+from flows.retries import run_stage
+from resources.failures import DeadlineExceeded, InfrastructureFailure
+from resources.runs import RunRef
+
+RUN = RunRef(run_id="run", store_url="file:///nowhere")
+
+
+class FailingStage:
+    """A task whose attempts fail with these errors, then succeed."""
+
+    name = "update"
+
+    def __init__(self, *errors: Exception):
+        self.errors = list(errors)
+        self.num_submitted = 0
+
+    def submit(self, run, *arguments):
+        self.num_submitted += 1
+        return self
+
+    def result(self):
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+@pytest.fixture
+def lines(monkeypatch) -> list[str]:
+    lines: list[str] = []
+
+    class Logger:
+        def warning(self, text, *arguments):
+            lines.append(text % arguments)
+
+    monkeypatch.setattr(flows.retries, "get_run_logger", Logger)
+    return lines
+
+
+def attempt(stage: FailingStage, retries: int = 2, wait=lambda service_id, limit_s: None) -> Any:
+    return run_stage(cast(Any, stage), RUN, 4, retries=retries, recovery_s=60.0, wait=wait, sleep=lambda s: None)
+
+
+def test_a_stage_that_lost_its_worker_is_run_again_when_the_run_is_whole(lines):
+    waits = []
+    stage = FailingStage(InfrastructureFailure("its worker learner-0 died"))
+    assert attempt(stage, wait=lambda service_id, limit_s: waits.append((service_id, limit_s))) == "done"
+    assert waits == [("run", 60.0)]
+    assert lines == ["update: its worker learner-0 died; it is run again"]
+
+
+def test_retries_are_bounded(lines):
+    stage = FailingStage(*(InfrastructureFailure(f"death {n}") for n in range(3)))
+    with pytest.raises(InfrastructureFailure, match="death 2"):
+        attempt(stage)
+    assert stage.num_submitted == 3
+
+
+@pytest.mark.parametrize("error", [ValueError("batch 3 is not the next one"), DeadlineExceeded("not within 900 s")])
+def test_what_is_no_loss_is_raised_at_once(lines, error):
+    stage = FailingStage(error)
+    with pytest.raises(type(error)):
+        attempt(stage)
+    assert stage.num_submitted == 1 and not lines
+
+
+def test_why_the_run_cannot_be_made_whole_is_what_is_raised(lines):
+    def give_up(service_id, limit_s):
+        raise InfrastructureFailure("the group queue cannot be rebuilt")
+
+    with pytest.raises(InfrastructureFailure, match="cannot be rebuilt"):
+        attempt(FailingStage(InfrastructureFailure("gone")), wait=give_up)
