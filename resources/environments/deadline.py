@@ -19,6 +19,8 @@ from resources.environments.base import Message, ScriptedExpert, StepOutcome
 from resources.environments.threads import DaemonThreads
 from resources.failures import EnvironmentFailure, RollartError
 
+CALL_SEPARATOR = " in "
+"""In the name of a task that runs an environment's coroutine: behind the name of the task that waits for it."""
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -74,7 +76,7 @@ class DeadlineEnvironment:
         return None if judgement is None else judgement()
 
     async def _call(self, name: str, deadline_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
-        future, in_thread = self._start(function, arguments)
+        future, in_thread = self._start(name, function, arguments)
         try:
             done, _ = await asyncio.wait({future}, timeout=deadline_s)
         except asyncio.CancelledError:
@@ -95,19 +97,27 @@ class DeadlineEnvironment:
             raise EnvironmentFailure(f"{self._family}: {name} was cancelled from inside") from error
 
     def _start(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...]
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> tuple[asyncio.Future[Any], concurrent.futures.Future[Any] | None]:
         """The call as something to await, and for a blocking one the call in its thread."""
         if inspect.iscoroutinefunction(function):
-            return asyncio.ensure_future(function(*arguments)), None
+            running = asyncio.get_running_loop().create_task(function(*arguments), name=self._task_name(name))
+            return running, None
         in_thread = self._threads.submit(lambda: function(*arguments))
         return asyncio.wrap_future(in_thread), in_thread
+
+    def _task_name(self, call: str) -> str:
+        """Should the call block the event loop, this is how people learn whose it was."""
+        current = asyncio.current_task()
+        on_behalf_of = current.get_name() if current is not None else "?"
+        return f"{on_behalf_of}{CALL_SEPARATOR}{call} of the environment of {self._family!r}"
 
     def _abandon(self, future: asyncio.Future[Any], in_thread: concurrent.futures.Future[Any] | None) -> None:
         # Its late error is nobody's news, and asyncio must not report it as forgotten.
         future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         if in_thread is not None and not in_thread.cancel():  # one that has not begun never will
             self._hung = in_thread
+            self._threads.abandon(in_thread)
         future.cancel()
 
     def _plain(self, outcome: StepOutcome) -> StepOutcome:

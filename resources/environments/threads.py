@@ -24,6 +24,25 @@ class DaemonThreads:
         self._lock = threading.Lock()
         self._num_started = 0
         self._num_unfinished = 0
+        self._abandoned: set[Future[Any]] = set()
+        self.num_ever_abandoned = 0
+        """Calls given up since the start."""
+
+    @property
+    def num_abandoned(self) -> int:
+        """Calls that nobody waits for any more and that still hold a thread."""
+        return len(self._abandoned)
+
+    def abandon(self, future: Future[Any]) -> None:
+        """Nobody waits for this call any more; until it returns, if it ever does, its thread is lost."""
+        with self._lock:
+            self._abandoned.add(future)
+            self.num_ever_abandoned += 1
+        future.add_done_callback(self._come_back)
+
+    def _come_back(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._abandoned.discard(future)
 
     @property
     def num_unfinished(self) -> int:

@@ -73,11 +73,25 @@ class RolloutConfig(BaseModel):
     retry_backoff_s: float = Field(default=0.2, ge=0)
     """Pause before a failed member is played again; doubles with each failure in a row of its family, up to 10 s."""
     breaker_failures: int = Field(default=16, ge=1)
-    """After so many failures in a row in one family, its new starts are paused as well (an outage waits)."""
+    """After so many failures in a row in one family its circuit breaker opens: nothing of it starts until a pause is
+    over, then one trajectory at a time, until one ends well. The pause starts at ``retry_backoff_s`` and doubles, up to
+    10 s."""
+    never_worked_limit_s: float = Field(default=180.0, gt=0)
+    """A family whose breaker is open and none of whose trajectories ever ended well ends the wait for a batch after so
+    many seconds: that is no outage."""
     worker_timeout_s: float = Field(default=5.0, gt=0)
     """A rollout worker not heard of for this long is lost: its trajectories are played again elsewhere."""
     exchange_wait_s: float = Field(default=1.0, gt=0)
     """Longest stay of a worker's long poll at the group queue, in seconds; well below ``worker_timeout_s``."""
+    queue_gone_limit_s: float = Field(default=60.0, gt=0)
+    """A rollout worker that cannot reach the group queue for this long ends: its run is gone. In seconds."""
+    max_abandoned_calls: int = Field(default=32, ge=0)
+    """Blocking environment calls that missed their deadlines and never returned: with more of them a rollout worker
+    takes no new work, hands back what it plays, and its process is replaced. Of 64 threads each holds one."""
+    loop_block_after_s: float = Field(default=2.0, gt=0)
+    """A rollout worker whose event loop stands still for so long tells the group queue which environment blocks it."""
+    loop_block_limit_s: float = Field(default=15.0, gt=0)
+    """A rollout worker whose event loop stands still for so long is replaced, in seconds."""
     done_window_s: float = Field(default=0.005, ge=0)
     """Finished trajectories of so many seconds share one report to the group queue."""
 

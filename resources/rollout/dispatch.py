@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
+from resources.rollout.breaker import FamilyBreaker
 from resources.rollout.gate_events import CancelTermination
 from resources.rollout.messages import Assignment, Stage
 
@@ -29,6 +30,9 @@ class WorkerRecord:
     """To be delivered with the next orders."""
     waiting: dict[str, tuple[Stage, float]] = field(default_factory=dict)
     """Its longest waits, as last reported."""
+
+    blocked: str = ""
+    """Why its event loop stands still, as last told."""
 
     @property
     def free(self) -> int:
@@ -49,8 +53,8 @@ class Dispatcher:
         self._queued: dict[str, tuple[int, Assignment]] = {}
         self._delayed: list[tuple[float, int, Lane, str]] = []
         self._num_added = 0
-        self._failures_in_a_row: dict[str, int] = {}
-        self._paused_until: dict[str, float] = {}
+        self.breakers: dict[str, FamilyBreaker] = {}
+        """Of every family that was ever played."""
 
     # -- assignments -------------------------------------------------------------------------------------------------
 
@@ -60,14 +64,14 @@ class Dispatcher:
         trajectory_id = assignment.trajectory_id
         self._queued[trajectory_id] = (self._num_added, assignment)
         if lane == "retry":
-            ready = now + self._pause(self._failures_in_a_row.get(assignment.family, 0))
+            ready = now + self._pause(self.breaker(assignment.family).failures_in_a_row)
             heapq.heappush(self._delayed, (ready, self._num_added, lane, trajectory_id))
         else:
             self._lanes.setdefault((lane, assignment.family), deque()).append(trajectory_id)
 
     def release(self, now: float) -> bool:
-        """Let delayed retries whose pause is over into their lane; True when there were any, or a family's pause
-        ended."""
+        """Let delayed retries whose pause is over into their lane; True when there were any, or the pause of a family
+        that waits has just ended."""
         released = False
         while self._delayed and self._delayed[0][0] <= now:
             _, _, lane, trajectory_id = heapq.heappop(self._delayed)
@@ -75,15 +79,16 @@ class Dispatcher:
                 family = self._queued[trajectory_id][1].family
                 self._lanes.setdefault((lane, family), deque()).append(trajectory_id)
                 released = True
-        for family, until in list(self._paused_until.items()):
-            if until <= now:
-                del self._paused_until[family]
+        for breaker in self.breakers.values():
+            if breaker.due_in_s(now) == 0.0:
+                breaker.num_allowed(now)
                 released = True
         return released
 
     def cancel(self, trajectory_id: str, termination: CancelTermination) -> bool:
         """Stop a trajectory: tell its worker, or take it from the queue. False when no worker will ever report its
         end."""
+        self._withdraw(trajectory_id)
         if self._queued.pop(trajectory_id, None) is not None:
             return False
         worker_id = self.holder.get(trajectory_id)
@@ -93,19 +98,30 @@ class Dispatcher:
         return True
 
     def ended(self, trajectory_id: str) -> None:
+        """No worker holds it any more."""
+        self._withdraw(trajectory_id)
         worker_id = self.holder.pop(trajectory_id, None)
         if worker_id is not None:
             self.workers[worker_id].held.pop(trajectory_id, None)
 
-    def note_outcome(self, family: str, failed: bool, now: float) -> None:
-        """Count failures in a row; many of them pause the family's new starts as well (an outage waits)."""
-        if not failed:
-            self._failures_in_a_row.pop(family, None)
-            self._paused_until.pop(family, None)
-            return
-        row = self._failures_in_a_row[family] = self._failures_in_a_row.get(family, 0) + 1
-        if row >= self._breaker_failures:
-            self._paused_until[family] = now + self._pause(row - self._breaker_failures)
+    def note_outcome(self, trajectory_id: str, family: str, failure: str | None, now: float) -> None:
+        """A trajectory was played: well, or with this message of its environment, engine or scorer. To be told before
+        `ended`."""
+        self.breaker(family).ended(trajectory_id, failure is not None, failure or "", now)
+
+    def breaker(self, family: str) -> FamilyBreaker:
+        return self.breakers.setdefault(
+            family,
+            FamilyBreaker(
+                threshold=self._breaker_failures,
+                first_pause_s=self._retry_backoff_s,
+                longest_pause_s=LONGEST_PAUSE_S,
+            ),
+        )
+
+    def _withdraw(self, trajectory_id: str) -> None:
+        for breaker in self.breakers.values():
+            breaker.withdrawn(trajectory_id)
 
     def _pause(self, failures: int) -> float:
         return min(LONGEST_PAUSE_S, self._retry_backoff_s * 2 ** min(failures, 16))
@@ -114,7 +130,7 @@ class Dispatcher:
 
     def heard(self, worker_id: str, capacity: int, now: float) -> WorkerRecord:
         record = self.workers.setdefault(worker_id, WorkerRecord(capacity, now))
-        record.capacity, record.last_heard = capacity, now
+        record.capacity, record.last_heard, record.blocked = capacity, now, ""
         return record
 
     def never_arrived(self, worker_id: str, held: set[str]) -> list[str]:
@@ -151,13 +167,26 @@ class Dispatcher:
             assignment = self._next(now)
             if assignment is None:
                 break
+            if assignment.split == "train":
+                self.breaker(assignment.family).started(assignment.trajectory_id, now)
             record.held[assignment.trajectory_id] = assignment
             self.holder[assignment.trajectory_id] = worker_id
             assignments.append(assignment)
         return assignments, cancels
 
     def num_ready(self, now: float) -> int:
-        return sum(len(queue) for (lane, family), queue in self._lanes.items() if self._may_start(lane, family, now))
+        """Trajectories that may start now."""
+        ready = 0
+        by_family: dict[str, int] = {}
+        for (lane, family), queue in self._lanes.items():
+            if lane == "eval":
+                ready += len(queue)
+            else:
+                by_family[family] = by_family.get(family, 0) + len(queue)
+        for family, waiting in by_family.items():
+            allowed = self.breaker(family).num_allowed(now)
+            ready += waiting if allowed is None else min(waiting, allowed)
+        return ready
 
     def num_queued(self) -> int:
         return len(self._queued)
@@ -175,7 +204,7 @@ class Dispatcher:
         return f"waits for the {stage[0]} on {worker_id} since {stage[1]:.0f} s"
 
     def _may_start(self, lane: Lane, family: str, now: float) -> bool:
-        return lane == "eval" or self._paused_until.get(family, now) <= now
+        return lane == "eval" or self.breaker(family).num_allowed(now) != 0
 
     def _next(self, now: float) -> Assignment | None:
         for lane in LANES:

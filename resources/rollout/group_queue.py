@@ -16,7 +16,7 @@ from typing import Any
 
 from resources.environments.family import FamilyConfig
 from resources.environments.seeds import episode_seed, prompt_order, sampling_seed
-from resources.failures import DeadlineExceeded, InfrastructureFailure
+from resources.failures import DeadlineExceeded, FailureClass, InfrastructureFailure
 from resources.rewards.base import Score
 from resources.rollout.config import RolloutConfig
 from resources.rollout.dispatch import Dispatcher, Lane
@@ -36,12 +36,15 @@ from resources.rollout.gate_events import (
     TrajectoryLost,
     VersionLoaded,
 )
+from resources.rollout.handover import never_played
 from resources.rollout.lost_groups import error_of
 from resources.rollout.messages import Assignment, Batch, BatchGroup, Orders, TrajectoryDone, WorkerReport
 from resources.rollout.missing_work import describe_missing_batch, describe_missing_episodes
 from resources.rollout.reward_results import ResultReader, open_reward_results
 from resources.rollout.staleness import StalenessGate
 
+NOT_THE_FAMILYS = (FailureClass.CANCELLED, FailureClass.INFRASTRUCTURE)
+"""Failures that say nothing about a family: its circuit breaker does not count them."""
 NUM_LOG_RECORDS = 200
 """Lines kept for the log until `stats` drains them."""
 
@@ -147,6 +150,22 @@ class GroupQueue:
         """A supervisor knows that a rollout worker is gone: play its trajectories elsewhere."""
         self._lose_worker(worker_id, reason)
 
+    async def worker_blocked(self, worker_id: str, trajectory_id: str, message: str) -> None:
+        """The event loop of a rollout worker stands still; ``trajectory_id``: whose environment does it, if any does.
+
+        That one has failed by its environment's doing. The others of the worker go on when it does, or are played again
+        when it is taken for lost.
+        """
+        self._log(f"rollout worker {worker_id}: {message}")
+        record = self._dispatcher.workers.get(worker_id)
+        if record is None:
+            return
+        record.blocked = message
+        culprit = record.held.get(trajectory_id)
+        if culprit is not None:
+            record.cancels.append((trajectory_id, "preempted"))
+            self._take_done(never_played(culprit, message, FailureClass.ENVIRONMENT))
+
     async def fail(self, reason: str) -> None:
         """A supervisor knows that no batch can come any more: waits for batches and evaluations end with the reason."""
         self._failure = reason
@@ -170,13 +189,15 @@ class GroupQueue:
                 record.cancels.append((trajectory_id, "preempted"))
 
     def _take_done(self, done: TrajectoryDone) -> None:
-        self._dispatcher.ended(done.trajectory_id)
         failed = done.failure is not None and not done.failure.is_scored
         if done.trajectory_id in self._gate.seats or self._lane.owns(done.trajectory_id):
-            self._dispatcher.note_outcome(done.family, failed, self._clock())
+            if done.failure not in NOT_THE_FAMILYS:
+                failure = done.failure_message if failed else None
+                self._dispatcher.note_outcome(done.trajectory_id, done.family, failure, self._clock())
             if failed:
                 self._log(f"{done.trajectory_id} failed ({done.failure}): {done.failure_message}")
                 self._last_failures[done.family] = done.failure_message
+        self._dispatcher.ended(done.trajectory_id)
         if self._lane.owns(done.trajectory_id):
             self._add_again(self._lane.done(done))
             self._wake_all()
@@ -208,6 +229,7 @@ class GroupQueue:
                 return self._last_batch
             self._check_usable()
             now = self._clock()
+            self._check_hope(version, now)
             quiet = now - max(start, self._last_progress)
             if now - start >= collect_timeout_s:
                 raise DeadlineExceeded(f"batch {version} is not complete after {now - start:.0f} s: {self._missing()}")
@@ -307,6 +329,7 @@ class GroupQueue:
                 }
                 for worker_id, record in self._dispatcher.workers.items()
             },
+            "breakers": {name: breaker.stats() for name, breaker in sorted(self._dispatcher.breakers.items())},
             "log_records": log_records,
         }
 
@@ -336,7 +359,8 @@ class GroupQueue:
         """What time alone brings: lost workers, overdue scores, retries whose pause is over."""
         now = self._clock()
         for worker_id in self._dispatcher.silent(now):
-            self._lose_worker(worker_id, f"not heard of for {self._config.worker_timeout_s:g} s")
+            blocked = self._dispatcher.workers[worker_id].blocked
+            self._lose_worker(worker_id, blocked or f"not heard of for {self._config.worker_timeout_s:g} s")
         for trajectory_id in [key for key, (due, _) in self._score_due.items() if due <= now]:
             _, family = self._score_due.pop(trajectory_id)
             message = (
@@ -443,6 +467,16 @@ class GroupQueue:
         for task in self._tasks:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 raise InfrastructureFailure(f"the group queue of {self.run_id} broke down") from task.exception()
+
+    def _check_hope(self, version: int, now: float) -> None:
+        """An outage is waited out; what never worked is a mistake, and nobody need wait for its stall limit."""
+        for name in self._gate.missing():
+            breaker = self._dispatcher.breaker(name)
+            if breaker.hopeless_for_s(now) >= self._config.never_worked_limit_s:
+                raise DeadlineExceeded(
+                    f"batch {version}: no trajectory of family {name!r} has ended well since the start, for "
+                    f"{breaker.hopeless_for_s(now):.0f} s (rollout.never_worked_limit_s); {breaker.describe(name)}"
+                )
 
     def _wake_all(self, only_workers: bool = False) -> None:
         if not only_workers:

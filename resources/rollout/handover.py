@@ -191,7 +191,9 @@ def describe(
     )
 
 
-def never_played(assignment: Assignment, message: str) -> TrajectoryDone:
+def never_played(
+    assignment: Assignment, message: str, failure: FailureClass = FailureClass.INFRASTRUCTURE
+) -> TrajectoryDone:
     """The report of an assignment that broke down outside of its episode."""
     return TrajectoryDone(
         trajectory_id=assignment.trajectory_id,
@@ -203,7 +205,7 @@ def never_played(assignment: Assignment, message: str) -> TrajectoryDone:
         reward=None,
         awaits_score=False,
         success=None,
-        failure=FailureClass.INFRASTRUCTURE,
+        failure=failure,
         failure_message=message,
         termination="preempted",
         oldest_version=None,

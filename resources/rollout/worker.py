@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,15 +19,17 @@ from typing import Any
 from resources.environments.family import FamilyConfig
 from resources.environments.processes import ChildProcesses
 from resources.environments.registry import instantiate, make_environment
-from resources.failures import DeadlineExceeded, InfrastructureFailure
+from resources.environments.threads import DaemonThreads
+from resources.failures import DeadlineExceeded, InfrastructureFailure, RollartError
 from resources.object_store import ObjectStore
-from resources.pools.actors import call
+from resources.pools.actors import call, call_sync
 from resources.rewards.queue import RewardQueue
 from resources.rewards.scorers import resolve_scorer
 from resources.rollout.config import RolloutConfig
 from resources.rollout.encoding_cache import EncodingCache
 from resources.rollout.env_manager import EpisodeServices
 from resources.rollout.handover import Handover, ScoreSubmitter
+from resources.rollout.loop_monitor import Blockade, LoopMonitor
 from resources.rollout.policy_files import fetch_policy_files, read_context_length
 from resources.rollout.proxy import LLMProxy
 from resources.rollout.stepping import BatchStepping, TrajectoryStepping
@@ -35,6 +38,9 @@ from resources.trajectories.store import TrajectoryWriter
 
 START_DEADLINE_S = 30.0
 CLOSE_DEADLINE_S = 15.0
+TELL_S = 5.0
+"""Longest wait for the group queue to take note of a blocked event loop, in seconds."""
+logger = logging.getLogger(__name__)
 
 Engines = Mapping[str, Sequence[tuple[str, Any]]]
 
@@ -70,6 +76,7 @@ class RolloutWorker:
         """
         self.worker_id = worker_id
         self._config = config
+        self._queue = queue
         _check_classes(families, engines, fallback or {})
         for family in families.values():
             instantiate(family)
@@ -81,6 +88,7 @@ class RolloutWorker:
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._monitor: LoopMonitor | None = None
         self._thread = threading.Thread(target=self._run, name=f"rollout-{worker_id}", daemon=True)
         self._thread.start()
         if not self._started.wait(START_DEADLINE_S):
@@ -103,6 +111,10 @@ class RolloutWorker:
         last call."""
         if not self._thread.is_alive():
             return {"worn_out": f"its event loop has ended ({self._failure or 'closed'})", "suspects": []}
+        blockade = self._monitor.look() if self._monitor is not None else None
+        if blockade is not None:  # the loop cannot answer
+            is_limit = blockade.seconds >= self._config.loop_block_limit_s
+            return {"worn_out": str(blockade) if is_limit else "", "suspects": []}
         return await self._on_loop(self._parts.health())
 
     async def set_engines(self, engines: Engines) -> None:
@@ -144,8 +156,30 @@ class RolloutWorker:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._parts.open()
+        self._monitor = LoopMonitor(
+            self._loop, threading.get_ident(), self._tell_blocked, after_s=self._config.loop_block_after_s
+        )
+        self._monitor.start()
         self._started.set()
-        await self._parts.run()
+        try:
+            await self._parts.run()
+        finally:
+            self._monitor.stop()
+
+    def _tell_blocked(self, blockade: Blockade) -> None:
+        """From the monitor's thread: the worker's own reports wait for the loop that is blocked."""
+        logger.error("rollout worker %s: %s", self.worker_id, blockade)
+        try:
+            call_sync(
+                self._queue,
+                "worker_blocked",
+                self.worker_id,
+                blockade.trajectory_id,
+                str(blockade),
+                timeout_s=TELL_S,
+            )
+        except (RollartError, OSError) as error:
+            logger.warning("the group queue was not told of a blocked event loop: %s", error)
 
 
 class _Parts:
@@ -182,7 +216,10 @@ class _Parts:
             name: resolve_scorer(family.scorer, family.scorer_arguments) for name, family in self._families.items()
         }
         handover = Handover(self._families, scorers, self._writer, self._submitter)
-        self._worker_loop = WorkerLoop(self._worker_id, self._queue, self._families, config, handover, call=call)
+        threads = DaemonThreads()
+        self._worker_loop = WorkerLoop(
+            self._worker_id, self._queue, self._families, config, handover, call=call, threads=threads
+        )
         # Engines know proxies by id: a worker that is restarted under its old name must not meet its old requests.
         self._proxy = LLMProxy(
             f"{self._worker_id}-{secrets.token_hex(4)}",
@@ -201,7 +238,7 @@ class _Parts:
             chat=self._chat,
             proxy=self._proxy,
             make_environment=lambda name, family: make_environment(
-                family, family=name, children=self._children.get(name)
+                family, family=name, threads=threads, children=self._children.get(name)
             ),
             context_length=self.context_length,
             length_finish=config.length_finish,
@@ -228,7 +265,7 @@ class _Parts:
         self._proxy.set_engines(engines)
 
     async def health(self) -> dict[str, Any]:
-        return {"worn_out": "", "suspects": self._proxy.take_suspects()}
+        return {"worn_out": self._worker_loop.worn_out, "suspects": self._proxy.take_suspects()}
 
     async def stats(self) -> dict[str, Any]:
         return {

@@ -3,10 +3,13 @@
 | who waits    | for what                            | until, at the latest                          |
 |--------------|-------------------------------------|-----------------------------------------------|
 | the loop     | orders of the group queue           | ``exchange_wait_s``, then it asks again       |
+| the loop     | a queue that cannot be reached      | ``queue_gone_limit_s``, then it ends          |
 | a trajectory | see `env_manager`                   |                                               |
 | a played one | its row's file, its scoring request | the writer's and the reward queue's deadlines |
 
-One long poll is out at the queue; what ends meanwhile is reported beside it, a window's worth at a time.
+One long poll is out at the queue; what ends meanwhile is reported beside it, a window's worth at a time. A worker that
+is worn out *drains*: it takes no more orders, hands back what it plays, reports what is finished, and waits to be
+replaced.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from resources.environments.family import FamilyConfig
+from resources.environments.threads import DaemonThreads
+from resources.failures import FailureClass, InfrastructureFailure
 from resources.rollout.config import RolloutConfig
 from resources.rollout.engine_link import Call
 from resources.rollout.env_manager import EnvManager, EpisodeServices
@@ -30,6 +36,8 @@ LONG_WAIT_S = 5.0
 NUM_REPORTED_WAITS = 8
 NUM_LOG_LINES = 100
 LONGEST_PAUSE_S = 2.0
+DRAIN_S = 15.0
+"""A worker that drains is ready to be replaced after this time, whatever it still holds, in seconds."""
 
 
 class WorkerLoop:
@@ -44,8 +52,14 @@ class WorkerLoop:
         handover: Handover,
         *,
         call: Call,
+        threads: DaemonThreads | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """
+        Args:
+            threads: where blocking environments run; too many abandoned calls there wear the worker out.
+        """
+        self._threads = threads
         self._worker_id, self._queue, self._families, self._config = worker_id, queue, dict(families), config
         self._handover, self._call, self._clock = handover, call, clock
         self._services: EpisodeServices | None = None
@@ -61,7 +75,17 @@ class WorkerLoop:
         self._sends: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._closing = False
+        self._draining_since: float | None = None
+        self._drain_reason = ""
         self._task: asyncio.Task[Any] | None = None
+
+    @property
+    def worn_out(self) -> str:
+        """Why the worker's process can be replaced now; empty when it cannot, or need not."""
+        if self._draining_since is None:
+            return ""
+        is_empty = not (self._managers or self._tasks or self._done)
+        return self._drain_reason if is_empty or self._clock() - self._draining_since >= DRAIN_S else ""
 
     def log(self, line: str) -> None:
         """A line for people; it travels to the group queue with the next report."""
@@ -71,7 +95,8 @@ class WorkerLoop:
         self._sampled.append((trajectory_id, version))
 
     async def run(self, services: EpisodeServices) -> None:
-        """Until the queue says that the run is over, or `stop`; then everything that is played is cancelled."""
+        """Until the queue says that the run is over, `stop`, or a queue that cannot be reached for too long; then
+        everything that is played is cancelled. Raises InfrastructureFailure in the last case."""
         self._services = services
         self._task = asyncio.current_task()
         try:
@@ -80,7 +105,8 @@ class WorkerLoop:
             if not self._closing or self._task is None:
                 raise
             self._task.uncancel()
-        await self._stop_playing()
+        finally:
+            await self._stop_playing()
 
     def stop(self) -> None:
         """Let `run` return."""
@@ -90,15 +116,23 @@ class WorkerLoop:
                 self._task.cancel()
 
     async def _take_orders(self) -> None:
-        pause_s = 0.1
+        pause_s, answered_at = 0.1, self._clock()
         while not self._closing:
+            self._drain_when_worn_out()
             if self._must_resync and self._sends:
                 await asyncio.wait(self._sends)  # what they bring belongs into the list of what is held
             self._polling = True
             ok = await self._exchange(self._config.exchange_wait_s)
             self._polling = False
             if ok:
-                pause_s = 0.1
+                pause_s, answered_at = 0.1, self._clock()
+            elif self._clock() - answered_at >= self._config.queue_gone_limit_s:
+                # Its run has ended without a word: nobody will ever ask for what is played here.
+                self._closing = True
+                raise InfrastructureFailure(
+                    f"rollout worker {self._worker_id}: the group queue could not be reached for "
+                    f"{self._config.queue_gone_limit_s:g} s (rollout.queue_gone_limit_s)"
+                )
             else:
                 await asyncio.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
@@ -109,7 +143,26 @@ class WorkerLoop:
             "held": len(self._managers),
             "stages": dict(Counter(manager.stage for manager in self._managers.values())),
             "counts": dict(self._counts),
+            "abandoned_calls": self._threads.num_abandoned if self._threads is not None else 0,
+            "abandoned_calls_total": self._threads.num_ever_abandoned if self._threads is not None else 0,
+            "draining": self._drain_reason,
         }
+
+    def _drain_when_worn_out(self) -> None:
+        if self._threads is None or self._draining_since is not None:
+            return
+        number, limit = self._threads.num_abandoned, self._config.max_abandoned_calls
+        if number > limit:
+            self._drain(
+                f"{number} environment calls were abandoned and hold a thread each, more than "
+                f"rollout.max_abandoned_calls ({limit})"
+            )
+
+    def _drain(self, reason: str) -> None:
+        self._draining_since, self._drain_reason = self._clock(), reason
+        self.log(f"{reason}; it hands back {len(self._tasks)} trajectories and is to be replaced")
+        for trajectory_id in self._tasks:
+            self._managers[trajectory_id].cancel("preempted")
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +196,7 @@ class WorkerLoop:
             held, self._must_resync = tuple(self._managers), False
         return WorkerReport(
             worker_id=self._worker_id,
-            capacity=self._config.max_concurrent_trajectories,
+            capacity=0 if self._draining_since is not None else self._config.max_concurrent_trajectories,
             done=done,
             sampled=sampled,
             waiting=self._long_waits() if self._polling else (),
@@ -202,19 +255,29 @@ class WorkerLoop:
         assert self._services is not None
         manager = EnvManager(assignment, self._families[assignment.family], self._services)
         self._managers[trajectory_id] = manager
-        self._tasks[trajectory_id] = asyncio.get_running_loop().create_task(self._play(manager))
+        playing = asyncio.get_running_loop().create_task(self._play(manager), name=trajectory_id)
+        self._tasks[trajectory_id] = playing
+        if self._draining_since is not None:  # its orders were on their way
+            manager.cancel("preempted")
 
     async def _play(self, manager: EnvManager) -> None:
         assignment, start = manager.assignment, self._clock()
         try:
             trajectory = await manager.play()
             done = await self._handover.deliver(manager, trajectory, self._clock() - start)
+            if self._draining_since is not None and done.failure is FailureClass.CANCELLED:
+                done = self._handed_back(done)
         except Exception as error:  # noqa: BLE001 - our own fault; unreported, its group would wait for ever
             self.log(f"{assignment.trajectory_id} broke down: {error!r}")
             done = never_played(assignment, f"the rollout worker broke down on it: {error!r}")
         finally:
             self._tasks.pop(assignment.trajectory_id, None)
         self._report_done(done)
+
+    def _handed_back(self, done: TrajectoryDone) -> TrajectoryDone:
+        """Nobody cancelled it: it is to be played again, elsewhere."""
+        message = f"handed back by rollout worker {self._worker_id}: {self._drain_reason}"
+        return replace(done, failure=FailureClass.INFRASTRUCTURE, failure_message=message, reward=None)
 
     async def _stop_playing(self) -> None:
         tasks = [*self._tasks.values(), *self._sends]

@@ -49,6 +49,10 @@ def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[st
         logger.warning("%s", line)
     row = {"iteration": version, "recorded_at": time.time(), **metrics, "queue": stats, "workers": workers}
     row |= {metric: actors.facts.get(RESTARTS, {}).get(role, 0) for role, metric in REBUILT.items()}
+    for family in families:
+        breaker = stats["breakers"].get(family, {"num_openings": 0, "failures_in_a_row": 0})
+        row[f"breaker_openings/{family}"] = breaker["num_openings"]
+        row[f"failures_in_a_row/{family}"] = breaker["failures_in_a_row"]
     row["tokens_per_s"] = row["num_tokens"] / row["time/iteration_s"]
     write_metrics(run.folder(), version, row)
     create_table_artifact(

@@ -116,4 +116,5 @@ def test_losses_are_told_in_the_flow_runs_log(story: Story) -> None:
 
 def test_the_end_of_the_queue_is_the_end_of_the_run(story: Story) -> None:
     assert story.exit_code == 1
+    assert "temporary server" not in story.output, "something was logged outside the run's settings"
     assert "The group queue held the trajectories under way and cannot be rebuilt; resume the run" in story.output

@@ -524,3 +524,131 @@ def test_a_verdict_with_a_message_is_not_called_unscored():
     _, (batch, lines) = run_with_worker(make_queue(pool_families(), scores=scores), driver, play=play)
     assert [member.reward for member in batch.groups[0].members] == [0.0, 1.0]
     assert not [line for line in lines if "expected 3" in line]
+
+
+def test_what_blocks_a_workers_event_loop_fails_by_its_name():
+    """The worker's own reports wait for the loop: its monitor tells who blocks, and the loss is told with that."""
+    clock = ManualClock()
+    message = (
+        "the event loop has been blocked for 2.1 s by run/inline-000000/0/0 in step of the environment of 'inline'"
+    )
+
+    async def main():
+        queue = make_queue(clock=clock, max_staleness=0)
+        stuck = ScriptedWorker(queue, play=lambda assignment: None)
+        await stuck.step()
+        culprit, other = stuck.seen
+        await queue.worker_blocked("w0", culprit.trajectory_id, message)
+        counts = (await queue.stats())["families"]["inline"]["counts"]
+        assert counts["failed.environment"] == 1 and "failed.infrastructure" not in counts
+        assert queue._dispatcher.breaker("inline").last_failure == message
+        clock.now += 6.0
+        queue.tick()
+        lines = await queue.take_log()
+        counts = (await queue.stats())["families"]["inline"]["counts"]
+        assert counts["failed.infrastructure"] == 1, "the other one is the victim"
+        assert any(line.startswith(f"rollout worker w0 is lost ({message})") for line in lines)
+
+        # It comes back: what was taken from it is stopped, and what it says of it is not heard.
+        late = ScriptedWorker(queue, worker_id="w0")
+        late._done = [played(culprit), played(other)]
+        ignored = queue._gate.num_ignored
+        await late.step()
+        assert queue._gate.num_ignored == ignored + 2
+        await queue.worker_blocked("unknown", "nobody", "late news")
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_a_half_open_breaker_lets_one_trajectory_through():
+    clock = ManualClock()
+
+    async def main():
+        queue = make_queue(
+            families(group_size=4), clock=clock, retry_backoff_s=1.0, breaker_failures=4, max_staleness=0,
+            worker_timeout_s=1000.0,
+        )  # fmt: skip
+        worker = ScriptedWorker(queue, play=broken)
+        await worker.step()
+        await worker.step()
+        stats = await queue.stats()
+        assert stats["breakers"]["inline"] == {
+            "state": "open", "failures_in_a_row": 4, "num_failures": 4, "num_openings": 1,
+            "last_failure": "lake is dry",
+        }  # fmt: skip
+        started = len(worker.seen)
+        await worker.step()
+        assert len(worker.seen) == started == 4
+        clock.now += 30.0
+        queue.tick()
+        await worker.step()
+        assert len(worker.seen) == started + 1, "the probe"
+        clock.now += 30.0
+        queue.tick()
+        await worker.step()
+        assert len(worker.seen) == started + 1, "its failure opens the breaker again"
+        clock.now += 30.0
+        queue.tick()
+        worker.play = played
+        for _ in range(4):
+            await worker.step()
+        batch = await queue.collect(0, 1.0)
+        assert len(batch.groups[0].members) == 4
+        assert (await queue.stats())["breakers"]["inline"]["state"] == "closed"
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_what_never_worked_is_not_waited_out():
+    """An outage waits for its end; a family that never worked is a mistake and says so after never_worked_limit_s."""
+    clock = ManualClock()
+
+    async def main():
+        queue = make_queue(clock=clock, breaker_failures=4, never_worked_limit_s=30.0, worker_timeout_s=1000.0)
+        worker = ScriptedWorker(queue, play=broken)
+        waiting = asyncio.create_task(queue.collect(0, 900.0))
+        for _ in range(40):
+            clock.now += 1.0
+            await worker.step()
+            queue.tick()
+            await asyncio.sleep(0)
+        with pytest.raises(
+            DeadlineExceeded,
+            match=r"no trajectory of family 'inline' has ended well since the start, for 3\d s "
+            r"\(rollout.never_worked_limit_s\); environment of family 'inline' failed \d+ times in a row: lake is dry",
+        ):
+            await asyncio.wait_for(waiting, 5)
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_a_family_that_has_worked_is_waited_for():
+    clock = ManualClock()
+
+    async def main():
+        queue = make_queue(clock=clock, breaker_failures=4, never_worked_limit_s=30.0, worker_timeout_s=1000.0)
+        worker = ScriptedWorker(queue)
+        for _ in range(3):
+            await worker.step()
+        await queue.collect(0, 5.0)
+        worker.play = broken
+        await queue.version_loaded(1)
+        waiting = asyncio.create_task(queue.collect(2 if queue._gate.next_batch == 2 else 1, 900.0))
+        for _ in range(60):
+            clock.now += 1.0
+            await worker.step()
+            queue.tick()
+            await asyncio.sleep(0)
+        worker.play = played
+        for _ in range(30):
+            clock.now += 1.0
+            await worker.step()
+            queue.tick()
+            await asyncio.sleep(0)
+        await asyncio.wait_for(waiting, 5)
+        await queue.close()
+
+    asyncio.run(main())

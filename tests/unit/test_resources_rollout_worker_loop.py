@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
 from resources.environments.family import FamilyConfig
+from resources.environments.threads import DaemonThreads
 from resources.failures import FailureClass, InfrastructureFailure
 from resources.rewards.base import Score
 from resources.rollout.config import RolloutConfig
@@ -82,7 +84,8 @@ class Room:
         self.generator = generator or WinningGenerator()
         submitter = ScoreSubmitter(self.submit, self.config.score_window_s)
         handover = Handover(families, {"f": scorer or NamedScorer()}, self.writer, submitter)
-        self.loop = WorkerLoop("w", self.queue, families, self.config, handover, call=self.call)
+        self.threads = DaemonThreads(8)
+        self.loop = WorkerLoop("w", self.queue, families, self.config, handover, call=self.call, threads=self.threads)
         self.services = EpisodeServices(
             chat=EncodingCache(LetterFormat()), proxy=self.generator, make_environment=lambda n, c: environment(),
             context_length=200, on_first_sampled=self.loop.note_first_sampled, log=self.loop.log,
@@ -221,3 +224,66 @@ def test_cancelled_trajectories_tell_what_they_had():
     assert counts["cancelled_redundant.trajectories"] == 1
     assert counts["cancelled_redundant.turns"] == 1 and counts["cancelled_redundant.reward_milli"] == -100
     assert [row.termination for row in room.writer.rows].count("cancelled_redundant") == 1
+
+
+class NeverAnsweringGenerator(ScriptedGenerator):
+    async def generate(self, request, hardware_class):
+        await asyncio.Event().wait()
+
+
+def test_a_worn_out_worker_hands_back_what_it_plays_and_takes_nothing_more():
+    """Abandoned calls hold threads for ever: the process is to be replaced, and nothing of it is lost."""
+    gate = threading.Event()
+
+    async def driver(room):
+        while len(room.loop._tasks) < 4:
+            await asyncio.sleep(0.01)
+        assert room.loop.worn_out == ""
+        for _ in range(3):
+            call = room.threads.submit(gate.wait)
+            room.threads.abandon(call)
+        while not room.loop.worn_out:
+            await asyncio.sleep(0.01)
+        stats = await room.queue.stats()
+        return room.loop.worn_out, room.loop.stats(), stats
+
+    room = Room(generator=NeverAnsweringGenerator(), max_abandoned_calls=2, breaker_failures=1)
+    worn_out, stats, of_queue = room.run(driver)
+    gate.set()
+    assert worn_out == (
+        "3 environment calls were abandoned and hold a thread each, more than rollout.max_abandoned_calls (2)"
+    )
+    assert (stats["running"], stats["abandoned_calls"], stats["abandoned_calls_total"]) == (0, 3, 3)
+    counts = of_queue["families"]["f"]["counts"]
+    assert counts["failed.infrastructure"] == counts["retried"] == 4, "they are played again"
+    assert of_queue["workers"]["w"] == {"held": 0, "capacity": 0, "silent_s": of_queue["workers"]["w"]["silent_s"]}
+    assert of_queue["num_queued"] == 4, "for somebody else"
+    assert of_queue["breakers"]["f"]["num_failures"] == 0, "the family has done nothing"
+    assert any("hands back 4 trajectories" in line for line in of_queue["log_records"])
+
+
+def test_calls_that_come_back_are_no_longer_abandoned():
+    gate, threads = threading.Event(), DaemonThreads(1)
+    call = threads.submit(gate.wait)
+    threads.abandon(call)
+    assert threads.num_abandoned == 1
+    gate.set()
+    call.result(10)
+    threads.submit(int).result(10)  # the thread has booked the one before
+    assert (threads.num_abandoned, threads.num_ever_abandoned) == (0, 1)
+
+
+def test_a_queue_that_is_gone_ends_the_loop():
+    """On a standing cluster a driver's sudden end leaves its rollout workers behind."""
+    room = Room(queue_gone_limit_s=30.0)
+    now = [0.0]
+    room.loop._clock = lambda: now[0]
+
+    async def call(actor, method, *arguments):
+        now[0] += 16.0
+        raise InfrastructureFailure("actor control is gone: it was released")
+
+    room.loop._call = call
+    with pytest.raises(InfrastructureFailure, match=r"worker w: the group queue could not be reached for 30 s"):
+        asyncio.run(asyncio.wait_for(room.loop.run(room.services), 10))
+    assert now[0] == 32.0
