@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from resources.rollout.breaker import FamilyBreaker
+from resources.rollout.breaker import BreakerState, FamilyBreaker
 from resources.rollout.gate_events import CancelTermination
-from resources.rollout.messages import Assignment, Stage
+from resources.rollout.messages import Assignment, Wait
 
 Lane = Literal["eval", "retry", "train"]
 LANES: tuple[Lane, ...] = ("eval", "retry", "train")
@@ -28,7 +28,7 @@ class WorkerRecord:
     """Assigned and not ended."""
     cancels: list[tuple[str, str]] = field(default_factory=list)
     """To be delivered with the next orders."""
-    waiting: dict[str, tuple[Stage, float]] = field(default_factory=dict)
+    waiting: dict[str, Wait] = field(default_factory=dict)
     """Its longest waits, as last reported."""
 
     blocked: str = ""
@@ -194,14 +194,17 @@ class Dispatcher:
     def stage_of(self, trajectory_id: str) -> str:
         """Where a trajectory is, for people."""
         if trajectory_id in self._queued:
+            _, assignment = self._queued[trajectory_id]
+            if assignment.split == "train" and self.breaker(assignment.family).state is not BreakerState.CLOSED:
+                return "held back by the circuit breaker"
             return "no rollout worker has taken it" if self.workers else "no rollout worker has reported"
         worker_id = self.holder.get(trajectory_id)
         if worker_id is None:
             return "unknown"
-        stage = self.workers[worker_id].waiting.get(trajectory_id)
-        if stage is None:
+        wait = self.workers[worker_id].waiting.get(trajectory_id)
+        if wait is None:
             return f"running on {worker_id}"
-        return f"waits for the {stage[0]} on {worker_id} since {stage[1]:.0f} s"
+        return f"waits for {wait.what}, on {worker_id}, since {wait.seconds:.0f} s"
 
     def _may_start(self, lane: Lane, family: str, now: float) -> bool:
         return lane == "eval" or self.breaker(family).num_allowed(now) != 0

@@ -35,6 +35,9 @@ class Generator(Protocol):
 
     async def generate(self, request: GenerateRequest, hardware_class: str) -> Generation: ...
     def release(self, trajectory_id: str) -> None: ...
+    def engine_of(self, trajectory_id: str) -> str:
+        """Name of the engine that generates for it; empty while none does."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,21 @@ class EnvManager:
         self._task: asyncio.Task[Any] | None = None
         self._submitted_at = self._started_at = services.unix_time()
         self._reset_s = self._environment_s = self._generation_s = 0.0
+
+    @property
+    def waits_for(self) -> str:
+        """What the trajectory waits for, for people."""
+        number = len(self._turns) + 1
+        match self.stage:
+            case "environment" if not self._prompt_length:
+                return f"reset of environment {self._config.environment!r}"
+            case "environment":
+                return f"step {number - 1} of environment {self._config.environment!r}"
+            case "engine":
+                engine = self._services.proxy.engine_of(self.assignment.trajectory_id)
+                return f"generation {number} on {engine}" if engine else f"an engine for generation {number}"
+            case "store":
+                return "its row to be judged, sealed and handed over"
 
     @property
     def reward_so_far(self) -> float:

@@ -173,7 +173,7 @@ class GroupQueue:
 
     def _take_report(self, report: WorkerReport) -> None:
         record = self._dispatcher.heard(report.worker_id, report.capacity, self._clock())
-        record.waiting = {trajectory_id: (stage, waited) for trajectory_id, stage, waited in report.waiting}
+        record.waiting = {wait.trajectory_id: wait for wait in report.waiting}
         for line in report.log:
             self._log(f"{report.worker_id}: {line}")
         for trajectory_id, version in report.sampled:
@@ -288,7 +288,9 @@ class GroupQueue:
                 self._check_usable()
                 waited = self._clock() - start
                 if waited >= evaluate_timeout_s:
-                    missing = describe_missing_episodes(evaluation, self._dispatcher, self._last_failures)
+                    missing = describe_missing_episodes(
+                        evaluation, self._dispatcher, self._last_failures, self._score_wait
+                    )
                     raise DeadlineExceeded(f"the evaluation is not complete after {waited:.0f} s: {missing}")
                 await _happens(self._changed, min(evaluate_timeout_s - waited, 1.0))
         finally:
@@ -455,7 +457,15 @@ class GroupQueue:
             self._dispatcher.add(assignment, "eval", self._clock())
 
     def _missing(self) -> str:
-        return describe_missing_batch(self._gate, self._dispatcher, self._last_failures)
+        return describe_missing_batch(self._gate, self._dispatcher, self._last_failures, self._score_wait)
+
+    def _score_wait(self, trajectory_id: str) -> str:
+        """What a trajectory whose score is awaited waits for, for people."""
+        if trajectory_id not in self._score_due:
+            return "waits for its score"
+        due, family = self._score_due[trajectory_id]
+        since = self._clock() - (due - self._families[family].score_deadline_s - self._config.score_grace_s)
+        return f"waits for its score from scorer {self._families[family].scorer!r} since {since:.0f} s"
 
     def _check_usable(self) -> None:
         if self._closing:

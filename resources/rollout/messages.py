@@ -70,6 +70,16 @@ sealing of its row."""
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """What a running trajectory has been waiting for, for some time."""
+
+    trajectory_id: str
+    what: str
+    """For people: ``step 2 of environment 'frozen_lake'``, ``generation 3 on engine-compute-0``."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What a rollout worker says to the group queue: what it can carry, and everything new since its last report."""
 
@@ -79,8 +89,8 @@ class WorkerReport:
     done: tuple[TrajectoryDone, ...] = ()
     sampled: tuple[tuple[str, int], ...] = ()
     """(trajectory_id, policy version of its first sampled token)."""
-    waiting: tuple[tuple[str, Stage, float], ...] = ()
-    """The longest waits: (trajectory_id, for what, seconds). At most a few."""
+    waiting: tuple[Wait, ...] = ()
+    """The longest waits, a bounded number."""
     log: tuple[str, ...] = ()
     """New lines for people. At most a few."""
     held: tuple[str, ...] | None = None

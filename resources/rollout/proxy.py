@@ -134,6 +134,11 @@ class LLMProxy:
         if home is not None:
             home.release(trajectory_id)
 
+    def engine_of(self, trajectory_id: str) -> str:
+        """Name of the engine that holds the trajectory's prefix; empty while it has none."""
+        home = self._homes.get(trajectory_id)
+        return home.name if home is not None else ""
+
     def take_suspects(self) -> list[str]:
         """Engines that failed on a request since the last call: a supervisor is to find out whether they still live."""
         suspects, self._suspects = sorted(self._suspects), set()

@@ -15,6 +15,7 @@ replaced.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -28,12 +29,12 @@ from resources.rollout.config import RolloutConfig
 from resources.rollout.engine_link import Call
 from resources.rollout.env_manager import EnvManager, EpisodeServices
 from resources.rollout.handover import Handover, never_played
-from resources.rollout.messages import Assignment, Orders, Stage, TrajectoryDone, WorkerReport
+from resources.rollout.messages import Assignment, Orders, TrajectoryDone, Wait, WorkerReport
 from resources.trajectories.trajectory import Termination
 
 LONG_WAIT_S = 5.0
 """Waits longer than this are reported, so that a message can name what a batch waits for."""
-NUM_REPORTED_WAITS = 8
+NUM_REPORTED_WAITS = 64
 NUM_LOG_LINES = 100
 LONGEST_PAUSE_S = 2.0
 DRAIN_S = 15.0
@@ -204,15 +205,15 @@ class WorkerLoop:
             held=held,
         )
 
-    def _long_waits(self) -> tuple[tuple[str, Stage, float], ...]:
+    def _long_waits(self) -> tuple[Wait, ...]:
         now = self._clock()
-        waits: list[tuple[str, Stage, float]] = [
-            (key, manager.stage, now - manager.stage_since)
-            for key, manager in self._managers.items()
-            if now - manager.stage_since > LONG_WAIT_S
-        ]
-        waits.sort(key=lambda wait: -wait[2])
-        return tuple(waits[:NUM_REPORTED_WAITS])
+        longest = heapq.nlargest(
+            NUM_REPORTED_WAITS,
+            ((now - manager.stage_since, key) for key, manager in self._managers.items()),
+        )
+        return tuple(
+            Wait(key, self._managers[key].waits_for, seconds) for seconds, key in longest if seconds > LONG_WAIT_S
+        )
 
     def _obey(self, orders: Orders) -> None:
         if orders.resync:

@@ -54,6 +54,9 @@ class ScriptedGenerator:
         self.released: list[str] = []
         self.aborted = 0
 
+    def engine_of(self, trajectory_id):
+        return "engine-e"
+
     async def generate(self, request, hardware_class):
         self.requests.append(request)
         if not self.answers:
@@ -319,6 +322,8 @@ def test_cancelling_stops_at_once_and_keeps_what_was_played(waits_for):
         for _ in range(10):
             await asyncio.sleep(0)
         assert stage.manager.stage == waits_for
+        named = {"engine": "generation 2 on engine-e", "environment": "step 1 of environment 'echo'"}
+        assert stage.manager.waits_for == named[waits_for]
         stage.manager.cancel("evicted_stale")
         trajectory = await playing
         await asyncio.sleep(0)

@@ -15,7 +15,7 @@ from resources.rewards.base import Score
 from resources.rollout.config import RolloutConfig
 from resources.rollout.group_queue import GroupQueue
 from resources.rollout.lost_groups import SignalLost
-from resources.rollout.messages import Assignment, TrajectoryDone, WorkerReport
+from resources.rollout.messages import Assignment, TrajectoryDone, Wait, WorkerReport
 from resources.trajectories.trajectory import TrajectoryRef
 
 
@@ -270,17 +270,20 @@ def test_a_wait_says_what_is_missing():
     """S3: the waiting id, its worker and its stage are named."""
 
     async def main():
-        queue = make_queue(pool_families(), scores=[])
+        clock = ManualClock()
+        queue = make_queue(pool_families(), scores=[], clock=clock)
         worker = ScriptedWorker(queue, play=lambda a: played(a, awaits_score=True) if a.member else None)
         await worker.step()
         await worker.step()
-        waiting = (("run/pool-000000/0/0", "engine", 12.0),)
+        clock.now += 3.0
+        waiting = (Wait("run/pool-000000/0/0", "step 2 of environment 'e'", 12.0),)
         await queue.exchange(WorkerReport("w0", 100, waiting=waiting))
         with pytest.raises(DeadlineExceeded) as error:
-            await queue.collect(0, 0.05)
+            await queue.collect(0, 0.0)
         for text in (
             "batch 0 is not complete", "pool lacks 1 of 1 groups", "pool-000000:",
-            "member 0 (attempt 0) waits for the engine on w0 since 12 s", "member 1 (attempt 0) waits for its reward",
+            "run/pool-000000/0/0 waits for step 2 of environment 'e', on w0, since 12 s",
+            "run/pool-000000/1/0 waits for its score from scorer 'exact_answer' since 3 s",
         ):  # fmt: skip
             assert text in str(error.value)
         await queue.close()
@@ -305,7 +308,7 @@ def test_a_stall_is_logged_then_ends_the_wait():
         queue = make_queue(stall_after_s=0.02, stall_limit_s=0.1)
         worker = ScriptedWorker(queue, play=lambda assignment: None)
         await worker.step()
-        with pytest.raises(DeadlineExceeded, match="nothing was scored for .* member 0 .* running on w0"):
+        with pytest.raises(DeadlineExceeded, match="nothing was scored for .* run/inline-000000/0/0 running on w0"):
             await queue.collect(0, 60.0)
         assert sum("nothing was scored" in line for line in (await queue.stats())["log_records"]) == 1
         await queue.close()
@@ -392,7 +395,7 @@ def test_evaluation_names_what_is_missing_and_lets_go_of_it():
         evaluation = asyncio.create_task(queue.evaluate({"inline": 1}, seed=5, evaluate_timeout_s=0.05))
         await asyncio.sleep(0)
         await worker.step()
-        with pytest.raises(DeadlineExceeded, match="1 of 1 episodes are missing: eval-.* running on w0"):
+        with pytest.raises(DeadlineExceeded, match="1 of 1 episodes are missing: run/eval-.* running on w0"):
             await evaluation
         await worker.step()
         assert [termination for _, termination in worker.cancelled] == ["preempted"]
@@ -588,6 +591,10 @@ def test_a_half_open_breaker_lets_one_trajectory_through():
         queue.tick()
         await worker.step()
         assert len(worker.seen) == started + 1, "its failure opens the breaker again"
+        with pytest.raises(DeadlineExceeded) as error:
+            await queue.collect(0, 0.0)
+        assert "held back by the circuit breaker" in str(error.value)
+        assert "environment of family 'inline' failed 5 times in a row: lake is dry" in str(error.value)
         clock.now += 30.0
         queue.tick()
         worker.play = played
