@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow, get_run_logger
 
 from flows.config import RunConfig, default_store
+from flows.drivers import noted_driver
 from flows.plane import rollout_plane
 from flows.pools import RunPools, run_pools
 from flows.reward_pool import reward_pool
@@ -52,7 +53,7 @@ def evaluate(
     point = ResumePoint(version=version, queue_state={"version": version})
     beside = run.beside("evaluation")
     beside.service_folder().put_json("config.json", config.model_dump(mode="json"))
-    with run_pools(config.pools, state_dir()) as pools:
+    with noted_driver(beside, state_dir()), run_pools(config.pools, state_dir()) as pools:
         pools.wait_for_imports()
         log = get_run_logger().warning
         with rollout_plane(pools.client, pools.serving, beside, config, None, point, log), reward_pool(beside, config):

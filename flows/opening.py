@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from flows.combinations import check_combinations
@@ -10,18 +13,19 @@ from flows.config import RunConfig, with_overrides
 from resources.environments.registry import make_environment
 from resources.object_store import ObjectStore
 from resources.policy.directory import check_policy_directory
-from resources.rewards.liveness import RUN_HEARTBEAT, is_alive
+from resources.rewards.liveness import RUN_DRIVER, RunHeartbeat, has_driver
 from resources.rewards.scorers.registry import resolve_scorer
 from resources.runs import (
     ResumePoint,
     RunRef,
     checkpoint_prefix,
     checkpoint_versions,
+    claim_resume,
     create_run,
     find_run,
     iterations,
     new_run_id,
-    note_resume,
+    num_resumes,
     resume_point,
 )
 from resources.trajectories.batch import batch_key, batch_versions
@@ -57,22 +61,39 @@ def needs_reward_pool(config: RunConfig) -> bool:
     return any(resolve_scorer(f.scorer, f.scorer_arguments).runs == "pool" for f in config.families.values())
 
 
-def open_run(config: RunConfig, resume: str | None) -> tuple[RunRef, ResumePoint | None]:
-    """A new run, or an existing one and where it goes on.
+@contextmanager
+def open_run(config: RunConfig, resume: str | None) -> Iterator[tuple[RunRef, ResumePoint | None]]:
+    """A new run, or an existing one and where it goes on. Gives the driver's sign of life while the block lasts.
 
     Raises ValueError when the run to resume is not there, is of another configuration, is running, or has nothing left
     to do.
     """
     if resume is None:
-        run = RunRef(run_id=new_run_id(config.name), store_url=config.store)
+        run, life = RunRef(run_id=new_run_id(config.name), store_url=config.store), 0
         create_run(run, config.model_dump(mode="json"))
-        return run, None
-    run = check_resume(config, resume)
-    _check_nobody_runs_it(run)
-    point = resume_point(run)
-    _forget_unrecorded_batches(run, point.version if point else 0)
-    note_resume(run)
-    return run, point
+    else:
+        run = check_resume(config, resume)
+        life = _claim_next_life(run)
+    facts = {"life": life, "host": socket.gethostname(), "pid": os.getpid()}
+    with RunHeartbeat(run.root(), run.run_id, config.rewards.heartbeat_s, key=RUN_DRIVER, facts=facts):
+        point = None
+        if resume is not None:
+            point = resume_point(run)
+            _forget_unrecorded_batches(run, point.version if point else 0)
+        yield run, point
+
+
+def _claim_next_life(run: RunRef) -> int:
+    """The number of the life that this driver may lead. At most one driver gets it, and only when the one before is
+    gone. Raises ValueError otherwise."""
+    newest = num_resumes(run)
+    _check_nobody_runs_it(run, newest)
+    if not claim_resume(run, newest + 1):
+        raise ValueError(
+            f"run {run.run_id} is being resumed by another driver since a moment ago; wait for its end, or stop it, "
+            "before it is resumed again"
+        )
+    return newest + 1
 
 
 def check_resume(config: RunConfig, resume: str) -> RunRef:
@@ -94,11 +115,11 @@ def _is_summed_up(run: RunRef, num_iterations: int) -> bool:
     return folder.exists("summary.json") and folder.get_json("summary.json")["num_iterations"] == num_iterations
 
 
-def _check_nobody_runs_it(run: RunRef) -> None:
+def _check_nobody_runs_it(run: RunRef, life: int) -> None:
     period_s = RunConfig.model_validate(run.folder().get_json("config.json")).rewards.heartbeat_s
-    if is_alive(run.root(), run.run_id, period_s):
+    if has_driver(run.root(), run.run_id, life, period_s):
         raise ValueError(
-            f"run {run.run_id} is running: its sign of life {run.folder().uri(RUN_HEARTBEAT)} changes; wait for its "
+            f"run {run.run_id} is running: its sign of life {run.folder().uri(RUN_DRIVER)} changes; wait for its "
             "end, or stop it, before it is resumed"
         )
 

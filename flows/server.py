@@ -96,6 +96,23 @@ def prefect_server(
 
 
 @contextmanager
+def told_when_lost(server: PrefectServer) -> Iterator[None]:
+    """A server that goes away under a flow is named, with the remedy: Prefect's own error names neither.
+
+    Raises InfrastructureFailure in the place of a connection error of the flow's client.
+    """
+    try:
+        yield
+    except httpx.TransportError as error:
+        log = f"; its log is in {default_state_dir() / 'logs'}" if server.is_local else ""
+        raise InfrastructureFailure(
+            f"the Prefect server at {server.api_url} was lost under the run ({type(error).__name__}: {error}){log}. "
+            "What was recorded is in the store: start the server again (a local one starts by itself), and resume the "
+            "run with --resume"
+        ) from error
+
+
+@contextmanager
 def _address_set(api_url: str) -> Iterator[None]:
     before = os.environ.get("PREFECT_API_URL")
     os.environ["PREFECT_API_URL"] = api_url
@@ -139,13 +156,13 @@ class ServerFlow(Flow[P, R]):
             return run(*args, **kwargs)
         if self.isasync:
             return self._call_async(cast(Callable[..., Coroutine[Any, Any, Any]], run), args, kwargs)
-        with prefect_server():
+        with prefect_server() as server, told_when_lost(server):
             return run(*args, **kwargs)
 
     async def _call_async(
         self, run: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with prefect_server():
+        with prefect_server() as server, told_when_lost(server):
             return await run(*args, **kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

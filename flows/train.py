@@ -8,6 +8,7 @@ from typing import Any
 from prefect import get_run_logger
 
 from flows.config import RunConfig
+from flows.drivers import noted_driver
 from flows.evaluation import evaluate_plane
 from flows.iteration import IterationPlan, rl_iteration
 from flows.opening import check_resume, composed, open_run
@@ -18,7 +19,7 @@ from flows.report import RunReport, read_evaluation
 from flows.reward_pool import reward_pool
 from flows.server import server_flow, server_ui_url
 from flows.warm_start import starting_policy
-from resources.runs import check_name
+from resources.runs import ResumePoint, RunRef, check_name
 from resources.state_dir import state_dir
 
 
@@ -47,7 +48,11 @@ def train(
     starts.
     """
     config = composed(config, overrides)
-    run, point = open_run(config, resume)
+    with open_run(config, resume) as (run, point), noted_driver(run, state_dir()):
+        return _train(config, run, point)
+
+
+def _train(config: RunConfig, run: RunRef, point: ResumePoint | None) -> dict[str, Any]:
     first, last = (point.version if point else 0), config.num_iterations
     started = time.time()
     get_run_logger().info("run %s, store %s", run.run_id, run.store_url)

@@ -115,12 +115,10 @@ def checkpoint_versions(run: RunRef) -> list[int]:
     return sorted(int(key[1].removeprefix("v")) for key in keys if key[2:] == ["state.json"])
 
 
-def note_resume(run: RunRef) -> int:
-    """Count a resume of the run; returns which one it is, from 1. Two at once never get the same number."""
-    number = num_resumes(run) + 1
-    while not run.folder().create(f"resumes/{number:06d}.json", b"{}"):
-        number += 1
-    return number
+def claim_resume(run: RunRef, number: int) -> bool:
+    """Take the run's ``number``-th life, from 1; False when somebody else has taken it. At most one of two drivers that
+    found the run unused at the same time gets it."""
+    return run.folder().create(f"resumes/{number:06d}.json", b"{}")
 
 
 def num_resumes(run: RunRef) -> int:

@@ -1,6 +1,7 @@
 """Signs of life in the object store: of a run, which its replicas watch, and of replicas, which the autoscaler counts.
 
-    heartbeat                          {"beat": n, "at": unix seconds, "ended": bool}, written by the run
+    driver                             {"beat": n, "at": unix seconds, "ended": bool, "life": n}, written by its driver
+    heartbeat                          the same for its replicas, which end before the driver does
     rewards/replicas/<owner>.json      the same, written by a replica
 
 A watcher compares what it reads with what it read before, by its own clock: two clocks are never compared. A run or a
@@ -21,6 +22,7 @@ from resources.object_store import ObjectStore
 logger = logging.getLogger(__name__)
 
 RUN_HEARTBEAT = "heartbeat"
+RUN_DRIVER = "driver"
 REPLICAS = "rewards/replicas"
 
 
@@ -55,6 +57,8 @@ class Watch:
         """Number and time of the last sign seen: a restarted writer counts from 1 again, at another time."""
         self._changed_at = clock()
         self.ended = False
+        self.facts: dict[str, Any] = {}
+        """The sign as last read."""
 
     def silent_s(self) -> float:
         """Seconds since the sign was last seen to change; reads it now. Sets ``ended``."""
@@ -63,48 +67,62 @@ class Watch:
             sign = self._store.get_json(self._key)
         except KeyError:
             return now - self._changed_at
-        self.ended = bool(sign["ended"])
+        self.ended, self.facts = bool(sign["ended"]), sign
         if (sign["beat"], sign["at"]) != self.last_sign:
             self.last_sign = (sign["beat"], sign["at"])
             self._changed_at = now
         return now - self._changed_at
 
 
-def is_alive(
+def has_driver(
     store: ObjectStore,
     run_id: str,
+    life: int,
     period_s: float,
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Whether somebody gives the run's sign of life now: looks at it for up to three of its periods.
+    """Whether the driver of the run's newest life (0: before any resume) lives: looks at its sign of life for up to
+    three of its periods.
 
-    Returns at once when there is no sign, or when it says that the run has ended.
+    A life that was claimed and has given no sign yet is waited for as long. Returns at once when the sign is of that
+    life and says that it has ended, or when a run that was never resumed gives none.
     """
-    watch = Watch(run_store(store, run_id), RUN_HEARTBEAT, clock)
+    watch = Watch(run_store(store, run_id), RUN_DRIVER, clock)
     watch.silent_s()
-    if watch.last_sign is None or watch.ended:
-        return False
     first, start = watch.last_sign, clock()
-    while clock() - start < 3 * period_s:
+    while True:
+        if watch.facts.get("life") == life:
+            if watch.ended:
+                return False
+            if watch.last_sign != first:
+                return True
+        elif life == 0:
+            return False
+        if clock() - start >= 3 * period_s:
+            return False
         sleep(period_s / 4)
         watch.silent_s()
-        if watch.ended:
-            return False
-        if watch.last_sign != first:
-            return True
-    return False
 
 
 class RunHeartbeat:
     """Says every ``period_s`` seconds, from a daemon thread, that the run is alive. Use as a context manager.
 
-    At the end it says that the run has ended, so that replicas end at once instead of after a timeout.
+    At the end it says that the run has ended, so that replicas end at once instead of after a timeout. ``facts``: what
+    else readers may want to know (JSON-able).
     """
 
-    def __init__(self, store: ObjectStore, run_id: str, period_s: float = 2.0) -> None:
-        self._beacon = Beacon(run_store(store, run_id), RUN_HEARTBEAT)
+    def __init__(
+        self,
+        store: ObjectStore,
+        run_id: str,
+        period_s: float = 2.0,
+        *,
+        key: str = RUN_HEARTBEAT,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self._beacon = Beacon(run_store(store, run_id), key, facts)
         self._period_s = period_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="run-heartbeat", daemon=True)

@@ -39,6 +39,9 @@ LISTING_MAX_AGE_S = 1.0
 """Claims are taken from one listing for this long: a deep backlog is not listed anew for every claim."""
 RESCAN_S = 30.0
 """How often a reader lists all results, in case a marker was lost with the process that had to write or read it."""
+FORGET_S = 3600.0
+"""A reader forgets answers to batches that were submitted longer ago than this: what still comes then comes by its
+marker, and whoever no longer waits for it ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class RewardQueue:
         self._candidates: deque[str] = deque()  # listed requests that this instance has not looked at
         self._listed_at = float("-inf")
         self._scanned_at = float("-inf")
-        self._answered: set[tuple[str, str, str]] = set()
+        self._answered: dict[tuple[str, str, str], float] = {}  # when the batch that it came with was submitted
 
     # --- environment workers ---
 
@@ -145,7 +148,7 @@ class RewardQueue:
     # --- the run ---
 
     def new_results(self, seen: set[str]) -> list[tuple[str, list[Score]]]:
-        """Results that are not in ``seen``, as (id, scores); their ids are added to ``seen``.
+        """Results that are not in ``seen``, as (id, scores); their ids are added to ``seen``, old ones taken out.
 
         One list call. The first call of an instance, and one every `RESCAN_S`, lists all results instead, so that a
         resumed reader gets every result that its ``seen`` lacks. There is one reader per run: it deletes the markers.
@@ -155,14 +158,17 @@ class RewardQueue:
         fresh = {key.rsplit("/", 1)[1] for key in self.store.list(f"{QUEUE}/fresh")}
         ids = set(fresh)
         if now - self._scanned_at >= RESCAN_S:
-            ids |= {key.rsplit("/", 1)[1].removesuffix(".arrow") for key in self.store.list(RESULTS)}
+            listed = {key.rsplit("/", 1)[1].removesuffix(".arrow") for key in self.store.list(RESULTS)}
+            is_first = self._scanned_at == float("-inf")
+            ids |= {each for each in listed if is_first or not self._is_old(_facts(each)[0], now)}
             self._scanned_at = now
+            self._forget(seen, now)
         # All are read before any counts as seen: a read that fails leaves everything for the next call.
         unseen = [(request_id, self._read_result(request_id)) for request_id in sorted(ids - seen)]
         results = []
         for request_id, scores in unseen:
             new = [score for score in scores if _reward_key(score) not in self._answered]
-            self._answered.update(_reward_key(score) for score in new)
+            self._answered.update((_reward_key(score), _facts(request_id)[0]) for score in new)
             seen.add(request_id)
             if new:
                 results.append((request_id, new))
@@ -193,6 +199,14 @@ class RewardQueue:
         )
 
     # --- inside ---
+
+    @staticmethod
+    def _is_old(submitted_at: float, now: float) -> bool:
+        return now - submitted_at > FORGET_S
+
+    def _forget(self, seen: set[str], now: float) -> None:
+        seen -= {request_id for request_id in seen if self._is_old(_facts(request_id)[0], now)}
+        self._answered = {key: at for key, at in self._answered.items() if not self._is_old(at, now)}
 
     def _look(self) -> tuple[list[str], dict[str, int]]:
         """One list call: ids of the unfinished batches, oldest first, and the highest attempt of each claimed id."""

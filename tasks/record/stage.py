@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import httpx
 from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 
@@ -55,11 +56,14 @@ def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[st
         row[f"failures_in_a_row/{family}"] = breaker["failures_in_a_row"]
     row["tokens_per_s"] = row["num_tokens"] / row["time/iteration_s"]
     write_metrics(run.folder(), version, row)
-    create_table_artifact(
-        key=f"families-{run.run_id}",
-        table=family_table(row, families),
-        description=f"Iteration {version} by task family",
-    )
+    try:
+        create_table_artifact(
+            key=f"families-{run.run_id}",
+            table=family_table(row, families),
+            description=f"Iteration {version} by task family",
+        )
+    except httpx.TransportError as error:  # a table for people: the manifest must not wait for the server
+        logger.warning("the table of iteration %d is not shown, the Prefect server does not answer: %s", version, error)
     write_iteration(
         run,
         version,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from distributed import Client
 
@@ -42,6 +43,15 @@ class Workers:
         names = {address: str(worker["name"]) for address, worker in self._client.scheduler_info()["workers"].items()}
         found = self._client.run(os.getpid, workers=list(names), on_error="ignore")
         return {names[address]: pid for address, pid in found.items()}
+
+    def run(self, function: Callable[..., Any], name: str) -> Any:
+        """``function(dask_worker)`` in the worker of this name."""
+        (address,) = [
+            address
+            for address, worker in self._client.scheduler_info()["workers"].items()
+            if str(worker["name"]) == name
+        ]
+        return self._client.run(function, workers=[address])[address]
 
     def kill(self, name: str) -> int:
         """SIGKILL; returns the pid that it had."""

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+import flows.opening
 from flows.config import RunConfig
-from flows.opening import check_inputs, open_run
-from resources.rewards.liveness import RunHeartbeat
-from resources.runs import find_run, write_iteration
+from flows.opening import check_inputs
+from flows.opening import open_run as opened_run
+from resources.rewards.liveness import RUN_DRIVER
+from resources.runs import claim_resume, find_run, write_iteration
 
 
 @pytest.fixture
 def config(tmp_path) -> RunConfig:
     return RunConfig(store=str(tmp_path / "store"), num_iterations=60)
+
+
+def open_run(config, resume):
+    """Opened, and ended at once."""
+    with opened_run(config, resume) as opened:
+        return opened
 
 
 def finish(run, iteration: int) -> None:
@@ -59,16 +67,58 @@ def test_a_run_that_was_killed_in_its_last_evaluation_is_summed_up(config):
         open_run(fewer, run.run_id)
 
 
-def test_a_living_run_is_not_resumed_beside_itself(config):
-    quick = {"rewards": config.rewards.model_copy(update={"heartbeat_s": 0.05})}
-    config = config.model_copy(update=quick)
+@pytest.fixture
+def quick(config) -> RunConfig:
+    """Signs of life come and are waited for within a moment."""
+    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"heartbeat_s": 0.05})})
+
+
+def test_a_living_run_is_not_resumed_beside_itself(quick):
+    with opened_run(quick, None) as (run, _):
+        finish(run, 0)
+        with pytest.raises(ValueError, match=f"run {run.run_id} is running: its sign of life .*/driver changes"):
+            open_run(quick, "latest")
+        assert run.folder().list("resumes/") == [], "nothing was changed"
+    assert open_run(quick, "latest")[1] is not None
+
+
+def test_of_two_resumes_within_seconds_one_is_refused(quick):
+    """The first one gives its sign of life from its claim on, long before its pools and its server are there."""
+    run, _ = open_run(quick, None)
+    finish(run, 0)
+    with opened_run(quick, "latest"):
+        with pytest.raises(ValueError, match="is running"):
+            open_run(quick, "latest")
+        assert run.folder().list("resumes/") == ["resumes/000001.json"]
+
+
+def test_of_two_resumes_at_the_same_instant_one_is_refused(quick, monkeypatch):
+    """Both saw that nobody runs it: the claim is a conditional create, and the store lets one have it."""
+    run, _ = open_run(quick, None)
+    finish(run, 0)
+    monkeypatch.setattr(flows.opening, "has_driver", lambda *arguments: not claim_resume(run, 1))
+    with pytest.raises(ValueError, match="is being resumed by another driver since a moment ago"):
+        open_run(quick, "latest")
+
+
+def test_a_claim_that_gave_no_sign_is_waited_for_and_then_passed_over(quick):
+    """Its driver died between the claim and its first sign of life."""
+    run, _ = open_run(quick, None)
+    finish(run, 0)
+    assert claim_resume(run, 1)
+    open_run(quick, "latest")
+    assert run.folder().list("resumes/") == ["resumes/000001.json", "resumes/000002.json"]
+    assert run.folder().get_json(RUN_DRIVER)["life"] == 2
+
+
+def test_checkpoints_beyond_the_resume_are_forgotten(config):
+    """A learner that is rebuilt starts from the newest one; none may be of a life that was given up."""
     run, _ = open_run(config, None)
     finish(run, 0)
-    with RunHeartbeat(run.root(), run.run_id, 0.05):
-        with pytest.raises(ValueError, match=f"run {run.run_id} is running: its sign of life .*heartbeat changes"):
-            open_run(config, "latest")
-        assert run.folder().list("resumes/") == [], "nothing was changed"
-    assert open_run(config, "latest")[1] is not None
+    for version in (1, 2):
+        run.folder().put_json(f"checkpoints/v{version:06d}/state.json", {})
+    open_run(config, "latest")
+    assert run.folder().list("checkpoints/") == ["checkpoints/v000001/state.json"]
 
 
 def test_a_resume_of_another_configuration_is_refused(config):

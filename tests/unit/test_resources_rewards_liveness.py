@@ -5,7 +5,16 @@ import time
 import pytest
 
 from resources.object_store import ObjectStore
-from resources.rewards.liveness import REPLICAS, RUN_HEARTBEAT, Beacon, ReplicaWatch, RunHeartbeat, Watch, is_alive
+from resources.rewards.liveness import (
+    REPLICAS,
+    RUN_DRIVER,
+    RUN_HEARTBEAT,
+    Beacon,
+    ReplicaWatch,
+    RunHeartbeat,
+    Watch,
+    has_driver,
+)
 
 
 class HandClock:
@@ -87,8 +96,8 @@ def test_the_runs_heartbeat_beats_and_says_when_it_ends(store):
     assert store.get_json(key)["ended"] is True
 
 
-def test_a_run_is_alive_while_its_sign_changes(store, clock):
-    beacon = Beacon(store.sub("runs/r"), RUN_HEARTBEAT)
+def test_a_driver_lives_while_its_sign_changes(store, clock):
+    beacon = Beacon(store.sub("runs/r"), RUN_DRIVER, {"life": 0})
     pauses: list[float] = []
 
     def pass_time(seconds: float) -> None:
@@ -100,14 +109,31 @@ def test_a_run_is_alive_while_its_sign_changes(store, clock):
         if len(pauses) == 3:
             beacon.beat()
 
-    assert not is_alive(store, "r", 2.0, clock=clock, sleep=pass_time), "there is no sign"
+    assert not has_driver(store, "r", 0, 2.0, clock=clock, sleep=pass_time), "there is no sign"
     beacon.beat()
     assert pauses == []
-    assert is_alive(store, "r", 2.0, clock=clock, sleep=pass_time_with_beats)
+    assert has_driver(store, "r", 0, 2.0, clock=clock, sleep=pass_time_with_beats)
     assert pauses == [0.5, 0.5, 0.5], "known with the first change"
-    assert not is_alive(store, "r", 2.0, clock=clock, sleep=pass_time), "killed: the sign stays as it is"
+    assert not has_driver(store, "r", 0, 2.0, clock=clock, sleep=pass_time), "killed: the sign stays as it is"
     assert sum(pauses) == 1.5 + 3 * 2.0
     beacon.beat(ended=True)
     pauses.clear()
-    assert not is_alive(store, "r", 2.0, clock=clock, sleep=pass_time)
+    assert not has_driver(store, "r", 0, 2.0, clock=clock, sleep=pass_time)
     assert pauses == []
+
+
+def test_a_claimed_life_is_waited_for(store, clock):
+    """Its driver has claimed it and is about to give its first sign; the sign there is of the life before."""
+    Beacon(store.sub("runs/r"), RUN_DRIVER, {"life": 0}).beat(ended=True)
+    pauses: list[float] = []
+
+    def pass_time(seconds: float) -> None:
+        pauses.append(seconds)
+        clock.now += seconds
+        if len(pauses) == 2:
+            Beacon(store.sub("runs/r"), RUN_DRIVER, {"life": 1}).beat()
+
+    assert has_driver(store, "r", 1, 2.0, clock=clock, sleep=pass_time)
+    assert len(pauses) == 2
+    assert not has_driver(store, "r", 2, 2.0, clock=clock, sleep=pass_time), "a claim whose driver died at once"
+    assert sum(pauses) == 1.0 + 3 * 2.0

@@ -8,7 +8,7 @@ from resources.failures import FailureClass
 from resources.object_store import ObjectStore
 from resources.rewards.base import Score, ScoringRequest
 from resources.rewards.leases import Claim
-from resources.rewards.queue import QUEUE, RESCAN_S, Backlog, RewardQueue
+from resources.rewards.queue import FORGET_S, QUEUE, RESCAN_S, Backlog, RewardQueue
 
 LEASE_S = 10.0
 SKEW_S = 2.0
@@ -271,6 +271,28 @@ def test_a_read_that_fails_loses_nothing(queue, store, clock, monkeypatch):
             queue.new_results(seen)
     assert seen == set()
     assert [i for i, _ in queue.new_results(seen)] == ids
+
+
+def test_what_a_reader_remembers_does_not_grow_with_the_run(queue, store, clock):
+    seen: set[str] = set()
+    for number in range(20):
+        queue.submit(requests(str(number)))
+        claim = claimed(queue, "r")
+        queue.complete(claim, scores(claim, 1.0))
+        assert len(queue.new_results(seen)) == 1, "each is read once, however much is forgotten"
+        clock.now += 600.0
+    assert len(seen) <= 8 and len(queue._answered) <= 8
+    assert another(queue, store, clock).new_results(set()) != [], "a resumed reader still gets all of them"
+
+
+def test_a_result_that_came_very_late_is_read(queue, clock):
+    seen: set[str] = set()
+    queue.new_results(seen)
+    request_id = queue.submit(requests("a"))
+    clock.now += FORGET_S + 1
+    claim = claimed(queue, "slow")
+    queue.complete(claim, scores(claim, 1.0))
+    assert [i for i, _ in queue.new_results(seen)] == [request_id]
 
 
 def test_a_trajectory_that_was_submitted_twice_is_answered_once(queue):
