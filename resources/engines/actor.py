@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,6 +54,9 @@ class EngineActor:
 
     def _serve(self, engine: HostedEngine) -> None:
         self._engine = engine
+        # A driver that is killed closes nothing: Dask drops the actor, and the engine's thread and memory go with it.
+        self._dropped = weakref.finalize(self, _close_beside, engine)
+        self._dropped.atexit = False
         self._exchange = Exchange(engine)
         self._probes = itertools.count()
 
@@ -104,7 +109,13 @@ class EngineActor:
         return time.perf_counter() - started_at
 
     async def close(self) -> None:
+        self._dropped.detach()
         await self._engine.close()
+
+
+def _close_beside(engine: HostedEngine) -> None:
+    """In a thread: whoever drops the last reference may be an event loop."""
+    threading.Thread(target=lambda: asyncio.run(engine.close()), name=f"close-{engine.name}", daemon=True).start()
 
 
 def build_engine(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
+import threading
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from resources.engines.actor import EngineActor
 from resources.engines.base import GenerateRequest, SamplingParams
 from resources.engines.config import EngineConfig
+from resources.engines.exchange import HostedEngine
 from resources.failures import EngineFailure
 from resources.object_store import ObjectStore
 from resources.policy.config import PolicyConfig
@@ -68,3 +72,30 @@ def test_a_context_or_cache_that_cannot_be_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"their KV cache needs .* GiB, cpu has .* GiB; lower one of them"):
         LocalEngine("e", "compute", PublishedVersions(huge), 0, EngineConfig(num_slots=4096))
+
+
+class CountsItsClosing:
+    """An engine as far as its end goes."""
+
+    name = "e"
+
+    def __init__(self) -> None:
+        self.num_closed, self.closed = 0, threading.Event()
+
+    async def close(self) -> None:
+        self.num_closed += 1
+        self.closed.set()
+
+
+def test_an_engine_whose_actor_is_dropped_is_closed() -> None:
+    """A driver that is killed closes nothing; Dask drops its actors, and no thread may stay behind."""
+    dropped, closed = CountsItsClosing(), CountsItsClosing()
+    actor = EngineActor.around(cast(HostedEngine, dropped))
+    del actor
+    gc.collect()
+    assert dropped.closed.wait(20)
+    actor = EngineActor.around(cast(HostedEngine, closed))
+    asyncio.run(actor.close())
+    del actor
+    gc.collect()
+    assert closed.num_closed == 1
