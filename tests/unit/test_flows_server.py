@@ -29,6 +29,8 @@ def test_other_errors_stay_what_they_are():
 
 
 def test_where_a_local_servers_log_lies_is_told():
-    with pytest.raises(InfrastructureFailure, match="its log is in .*logs"):
-        with told_when_lost(PrefectServer(URL, is_local=True)):
-            raise httpx.ReadTimeout("")
+    with (
+        pytest.raises(InfrastructureFailure, match="its log is in .*logs"),
+        told_when_lost(PrefectServer(URL, is_local=True)),
+    ):
+        raise httpx.ReadTimeout("")
