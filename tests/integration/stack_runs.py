@@ -129,12 +129,18 @@ def trajectory_rows(store: ObjectStore, run_id: str) -> pa.Table:
 
 def flow_run_named(flow_name: str, name: str) -> FlowRun:
     """The only run of a flow that has this name."""
+    (run,) = flow_runs_named(flow_name, name)
+    return run
+
+
+def flow_runs_named(flow_name: str, name: str) -> list[FlowRun]:
+    """The runs of a flow that have this name, the oldest first."""
     with get_client(sync_client=True) as client:
-        (run,) = client.read_flow_runs(
+        runs = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=[flow_name])),
             flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name])),
         )
-    return run
+    return sorted(runs, key=lambda run: str(run.start_time))
 
 
 def subflow_runs(parent: UUID, flow_name: str) -> list[FlowRun]:

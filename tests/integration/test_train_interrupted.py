@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
+from flows.server import prefect_server
 from resources.object_store import ObjectStore
 from resources.pools.local_stack import read_status
 from resources.runs import find_run, iterations, read_iteration
@@ -30,9 +31,11 @@ from tests.integration.stack_processes import (
     train_process,
 )
 from tests.integration.stack_runs import (
+    flow_runs_named,
     recorded_iterations,
     sampled_versions,
     small_fields,
+    subflow_runs,
     trained_groups,
     wait_for,
 )
@@ -86,6 +89,8 @@ class Story:
     stops: list[Left] = field(default_factory=list)
     exit_codes: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, str] = field(default_factory=dict)
+    flow_runs: list[tuple[Any, set[str]]] = field(default_factory=list)
+    """In the history, in order: the final state of each `train`, and the kinds of state of its iterations."""
 
     def stop(self) -> None:
         self.run_id = find_run(self.store.url, "latest").run_id
@@ -160,6 +165,12 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         told.outputs["end"] = driver.output
         assert read_status(state) is None
         told.stop()
+        with pytest.MonkeyPatch.context() as environment:
+            environment.delenv("PREFECT_API_URL", raising=False)
+            with prefect_server(state_dir=state, work_pools={}):
+                for run in flow_runs_named("train", "one"):
+                    below = {str(each.state_type) for each in subflow_runs(run.id, "rl-iteration")}
+                    told.flow_runs.append((run.state, below))
         yield told
 
 
@@ -169,6 +180,14 @@ def test_signals_end_everything_in_time_and_say_what_to_do(story: Story) -> None
     assert story.exit_codes == {"SIGTERM": 130, "SIGKILL": -signal.SIGKILL, "SIGINT": 130, "end": 0}, story.outputs
     assert "resume with --resume latest" in story.outputs["SIGTERM"]
     assert "resume with --resume latest" in story.outputs["SIGINT"]
+
+
+def test_no_flow_run_of_a_killed_driver_stays_running(story: Story) -> None:
+    killed, interrupted, ended = story.flow_runs
+    assert killed[0].is_crashed() and f"resume the run with --resume {story.run_id}" in killed[0].message
+    assert interrupted[0].is_final() and ended[0].is_completed()
+    for _, iterations_below in story.flow_runs:
+        assert not iterations_below & {"StateType.RUNNING", "StateType.PENDING", "RUNNING", "PENDING"}
 
 
 def test_a_resume_goes_on_behind_the_last_recorded_iteration(story: Story) -> None:
