@@ -31,7 +31,7 @@ LOOK_S = 0.5
 """How often free workers are looked for while an actor is missing, in seconds."""
 TELL_S = 15.0
 """Longest time an actor may take to hear of another one."""
-CLOSE_S = 5.0
+CLOSE_S = 2.0
 
 
 class Cluster(Protocol):

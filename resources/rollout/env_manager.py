@@ -85,6 +85,7 @@ class EnvManager:
         self._ending: tuple[Termination, bool] | None = None
         self._failure: RollartError | None = None
         self._cancelled_as: Termination | None = None
+        self._handed_back = ""
         self._is_over = False
         self._task: asyncio.Task[Any] | None = None
         self._submitted_at = self._started_at = services.unix_time()
@@ -115,6 +116,12 @@ class EnvManager:
             self._cancelled_as = termination
             if self._task is not None:
                 self._task.cancel()
+
+    def hand_back(self, reason: str) -> None:
+        """Stop at once, to be played again elsewhere: its worker is worn out. No-op when the episode is over."""
+        if self._cancelled_as is None and not self._is_over:
+            self._handed_back = reason
+            self.cancel("preempted")
 
     async def play(self) -> Trajectory:
         self._task = asyncio.current_task()
@@ -360,5 +367,7 @@ class EnvManager:
         if self._ending is not None:
             return *self._ending, None, ""
         assert self._cancelled_as is not None
+        if self._handed_back:
+            return self._cancelled_as, False, FailureClass.INFRASTRUCTURE, self._handed_back
         reward = f"reward so far {self._reward:g}"
         return self._cancelled_as, False, FailureClass.CANCELLED, f"stopped after {len(self._turns)} turns, {reward}"

@@ -19,12 +19,11 @@ import heapq
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 from resources.environments.family import FamilyConfig
 from resources.environments.threads import DaemonThreads
-from resources.failures import FailureClass, InfrastructureFailure
+from resources.failures import InfrastructureFailure
 from resources.rollout.config import RolloutConfig
 from resources.rollout.engine_link import Call
 from resources.rollout.env_manager import EnvManager, EpisodeServices
@@ -163,7 +162,10 @@ class WorkerLoop:
         self._draining_since, self._drain_reason = self._clock(), reason
         self.log(f"{reason}; it hands back {len(self._tasks)} trajectories and is to be replaced")
         for trajectory_id in self._tasks:
-            self._managers[trajectory_id].cancel("preempted")
+            self._hand_back(self._managers[trajectory_id])
+
+    def _hand_back(self, manager: EnvManager) -> None:
+        manager.hand_back(f"handed back by rollout worker {self._worker_id}: {self._drain_reason}")
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
@@ -259,26 +261,19 @@ class WorkerLoop:
         playing = asyncio.get_running_loop().create_task(self._play(manager), name=trajectory_id)
         self._tasks[trajectory_id] = playing
         if self._draining_since is not None:  # its orders were on their way
-            manager.cancel("preempted")
+            self._hand_back(manager)
 
     async def _play(self, manager: EnvManager) -> None:
         assignment, start = manager.assignment, self._clock()
         try:
             trajectory = await manager.play()
             done = await self._handover.deliver(manager, trajectory, self._clock() - start)
-            if self._draining_since is not None and done.failure is FailureClass.CANCELLED:
-                done = self._handed_back(done)
         except Exception as error:  # noqa: BLE001 - our own fault; unreported, its group would wait for ever
             self.log(f"{assignment.trajectory_id} broke down: {error!r}")
             done = never_played(assignment, f"the rollout worker broke down on it: {error!r}")
         finally:
             self._tasks.pop(assignment.trajectory_id, None)
         self._report_done(done)
-
-    def _handed_back(self, done: TrajectoryDone) -> TrajectoryDone:
-        """Nobody cancelled it: it is to be played again, elsewhere."""
-        message = f"handed back by rollout worker {self._worker_id}: {self._drain_reason}"
-        return replace(done, failure=FailureClass.INFRASTRUCTURE, failure_message=message, reward=None)
 
     async def _stop_playing(self) -> None:
         tasks = [*self._tasks.values(), *self._sends]

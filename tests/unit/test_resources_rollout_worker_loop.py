@@ -256,6 +256,10 @@ def test_a_worn_out_worker_hands_back_what_it_plays_and_takes_nothing_more():
     assert (stats["running"], stats["abandoned_calls"], stats["abandoned_calls_total"]) == (0, 3, 3)
     counts = of_queue["families"]["f"]["counts"]
     assert counts["failed.infrastructure"] == counts["retried"] == 4, "they are played again"
+    assert {(row.termination, row.failure_class) for row in room.writer.rows} == {
+        ("preempted", FailureClass.INFRASTRUCTURE)
+    }
+    assert "handed back by rollout worker w: 3 environment calls" in room.writer.rows[0].failure_message
     assert of_queue["workers"]["w"] == {"held": 0, "capacity": 0, "silent_s": of_queue["workers"]["w"]["silent_s"]}
     assert of_queue["num_queued"] == 4, "for somebody else"
     assert of_queue["breakers"]["f"]["num_failures"] == 0, "the family has done nothing"
