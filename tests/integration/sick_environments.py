@@ -64,6 +64,6 @@ def stop_generating(dask_worker) -> list[str]:
     stopped = []
     for actor in dask_worker.state.actors.values():
         if type(actor).__name__ == "EngineActor":
-            actor._engine._stepper.step = lambda: time.sleep(600)
+            type(actor._engine._stepper).step = lambda stepper: time.sleep(600)
             stopped.append(actor._engine.name)
     return stopped
