@@ -65,7 +65,6 @@ class ActorBuilders:
             device=hardware_class.device,
             threads=hardware_class.torch_threads,
             resume_version=version,
-            checkpoint_keep=config.checkpoint_keep,
         )
 
     def engine(self, worker: str, hardware_class: str, index: int, version: int) -> ActorHandle:

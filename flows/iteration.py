@@ -4,12 +4,14 @@ Who waits for whom. Rollouts are no stage: they go on beside all of this, under 
 
 | stage          | on      | consumes              | waits for                       | unblocks                     |
 |----------------|---------|-----------------------|---------------------------------|------------------------------|
-| collect        | control | scored groups         | rollouts and rewards of batch v | update                       |
-| update         | learner | batch v               | nothing: rollouts go on         | publish                      |
-| publish        | learner | the learner's weights | the store; engines prefetch     | the switch                   |
-| switch-weights | control | version v + 1         | every engine's next step        | admission of batch v+1+alpha |
+| collect        | control | scored groups         | rollouts and rewards of batch v | update, and iteration v + 1  |
+| update         | learner | batch v               | version v to be published       | publish                      |
+| publish        | learner | the learner's weights | the store; engines prefetch     | the switch, update v + 1     |
+| switch-weights | control | version v + 1         | iteration v - 1; a step's end   | admission of batch v+1+alpha |
 | record         | control | metrics, queue state  | nothing                         | a resume behind it           |
-| evaluate       | control | held-out episodes     | their end: no load before it    | the next iteration           |
+| evaluate       | control | held-out episodes     | their end: no load before it    | the switch to v + 2          |
+
+An asynchronous run plays two iterations at once: v + 1 begins when batch v is collected (`flows.turns`).
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.config import RunConfig
 from flows.retries import run_stage
+from flows.turns import turn_of
 from resources.runs import RunRef
 from tasks.evaluation.stage import evaluate_version
 from tasks.record.stage import record
 from tasks.rollout.stage import collect
 from tasks.training.stage import update
 from tasks.weights.stage import publish, switch_weights
+
+NUM_STAGES = 6
+"""Stages of an iteration, each with a deadline of its own."""
 
 
 class IterationPlan(BaseModel):
@@ -38,6 +44,8 @@ class IterationPlan(BaseModel):
     families: list[str]
     timeout_s: float
     """Deadline of each stage, in seconds."""
+    checkpoint_keep: int = 2
+    """Checkpoints and weight versions that are kept, at least."""
     evaluate_episodes: int = 0
     """Held-out episodes a family after this iteration; 0: none is due."""
     evaluate_seed: int = 0
@@ -60,6 +68,7 @@ class IterationPlan(BaseModel):
         return cls(
             families=list(config.families),
             timeout_s=config.iteration_timeout_s,
+            checkpoint_keep=config.checkpoint_keep,
             evaluate_episodes=evaluation.num_episodes if is_due else 0,
             evaluate_seed=config.seed,
             greedy=evaluation.greedy,
@@ -77,23 +86,28 @@ def rl_iteration(run: RunRef, version: int, plan: IterationPlan) -> dict[str, An
     can be resumed behind the last one that was recorded.
     """
     started = time.time()
+    turn = turn_of(version)
     # 1. Block until the group queue holds batch v: complete, scored groups within the staleness bound.
     batch = collect.submit(run, version, plan.timeout_s).result()
     collected = time.time()
+    turn.has_collected()
     # 2. Train on it, while rollouts go on under v.
+    turn.wait_for_learner(plan.timeout_s)
     metrics = run_stage(update, run, version, plan.timeout_s, **plan.on_loss)
     # 3. Version v + 1 goes to the weight store; engines prefetch it while they still serve v.
     published = run_stage(publish, run, version + 1, plan.timeout_s, **plan.on_loss)
+    turn.has_published()
+    turn.wait_for_engines(plan.timeout_s)
     # 4., 5., 6. Suspend at the next decode step, load (a pointer swap), resume: running trajectories go on under v + 1.
     switched = run_stage(switch_weights, run, version + 1, plan.timeout_s, **plan.on_loss)
     # 7. Metrics, artifacts, manifest; then evaluate when due: the next load comes after it, so one version is measured.
     spent = {
         "time/started_at": started,
-        "time/collect_s": collected - started,
-        "time/iteration_s": time.time() - started,
+        "time/collect_s": max(0.0, collected - max(started, turn.learner_free_at)),
+        "time/iteration_s": turn.lap(started),
     }
     row = {**batch, **metrics, **{f"weights/{k}": v for k, v in published.items()}, **switched, **spent}
-    row = run_stage(record, run, version, row, plan.families, **plan.on_loss)
+    row = run_stage(record, run, version, row, plan.families, plan.checkpoint_keep, **plan.on_loss)
     if plan.evaluate_episodes:
         episodes = dict.fromkeys(plan.families, plan.evaluate_episodes)
         row["evaluation"] = evaluate_version.submit(

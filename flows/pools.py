@@ -15,7 +15,7 @@ from distributed import TimeoutError as DaskTimeoutError
 from prefect.settings import PREFECT_API_URL
 from prefect.task_runners import TaskRunner
 
-from flows.task_runner import PoolTaskRunner
+from flows.task_runner import Connection, PoolTaskRunner
 from resources.failures import DeadlineExceeded
 from resources.hardware import PoolsConfig, Role
 from resources.pools.cluster import open_pools
@@ -51,6 +51,8 @@ class RunPools:
     """For each hardware class the class whose workers serve it."""
     imports: Mapping[Role, list[Future[None]]] = field(default_factory=dict)
     """What workers import ahead, by role."""
+    connection: Connection | None = None
+    """What the task runners of all flows share; None: each connects anew."""
 
     @property
     def address(self) -> str:
@@ -79,7 +81,7 @@ class RunPools:
 
     def task_runner(self) -> TaskRunner[Any]:
         """A new runner for one flow: stages go to the class that their ``pool:<class>`` tag names."""
-        return PoolTaskRunner(self.address, serving=dict(self.serving))
+        return PoolTaskRunner(self.address, dict(self.serving), self.connection)
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def run_pools(config: PoolsConfig, state: Path) -> Iterator[RunPools]:
     with open_pools(config, env=env, preload_modules=PRELOAD, shared_modules=shared, log_path=log_path) as client:
         checked = check_pools(client, config)
         ahead = _import_ahead(client, config, checked)
-        yield RunPools(client, checked.serving, ahead)
+        yield RunPools(client, checked.serving, ahead, Connection(client))
 
 
 def _import_ahead(client: Client, config: PoolsConfig, checked: ServingClasses) -> dict[Role, list[Future[None]]]:

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
@@ -233,6 +233,16 @@ def _without_pool_tag(task: Task[Any, Any]) -> Task[Any, Any]:
     return task.with_options(tags=[tag for tag in task.tags if not tag.startswith(TAG_PREFIX)])
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A client of the scheduler that the flows of a process share, instead of each connecting anew."""
+
+    client: distributed.Client
+    last_of_task: dict[str, distributed.Future] = field(default_factory=dict)
+    """The newest future of every task name. Dask keeps books about a group of tasks while one of them is held, and
+    opens new books, which it keeps for ever, when a group comes back: held futures keep a scheduler's memory flat."""
+
+
 class PoolTaskRunner(TaskRunner[PoolFuture[Any]]):
     """Runs the tasks of a flow on the Dask cluster at ``address``, each on the hardware class that its tag names.
 
@@ -245,13 +255,17 @@ class PoolTaskRunner(TaskRunner[PoolFuture[Any]]):
         address: address of the Dask scheduler, ``tcp://host:port``.
         serving: which class serves each class (`resources.pools.preflight.ServingClasses.serving`); a class that is
             not in it serves itself.
+        connection: to that scheduler, used and left open; None: every flow connects anew.
     """
 
-    def __init__(self, address: str, serving: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, address: str, serving: Mapping[str, str] | None = None, connection: Connection | None = None
+    ) -> None:
         super().__init__()
         self.address = address
         self.serving = dict(serving or {})
-        self._client: distributed.Client | None = None
+        self._shared = connection
+        self._own: Connection | None = None
         self._context: tuple[object, SerializedContext] | None = None
 
     def __eq__(self, other: object) -> bool:
@@ -260,13 +274,17 @@ class PoolTaskRunner(TaskRunner[PoolFuture[Any]]):
     __hash__ = None  # type: ignore[assignment]
 
     def duplicate(self) -> PoolTaskRunner:
-        """A runner with the same settings and no connection: what travels to the workers with the flow."""
-        return PoolTaskRunner(self.address, self.serving)
+        """A runner with the same settings for one flow run."""
+        return PoolTaskRunner(self.address, self.serving, self._shared)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # It travels to the workers with the flow; a connection does not.
+        return PoolTaskRunner, (self.address, self.serving)
 
     def __exit__(self, *exception: Any) -> None:
-        if self._client is not None:
-            self._client.close()
-        self._client = None
+        if self._own is not None:
+            self._own.client.close()
+        self._own = None
         self._context = None
         super().__exit__(*exception)
 
@@ -292,14 +310,15 @@ class PoolTaskRunner(TaskRunner[PoolFuture[Any]]):
         }
         for name, upstream in (dependencies or {}).items():
             inputs[name] = inputs.get(name, set()) | upstream
-        future = self._connected().submit(
+        connection = self._connected()
+        future = connection.client.submit(
             run_pool_task,
             _without_pool_tag(task),
             self._serialized_context(),
             AssetContext.from_task_and_inputs(
                 task=task, task_run_id=task_run_id, task_inputs=inputs, copy_to_child_ctx=True
             ).serialize(),
-            key=f"{task.name}-{task_run_id}",
+            key=(task.name, str(task_run_id)),
             pure=False,
             resources={self.serving.get(hardware_class, hardware_class): 1},
             task_run_id=task_run_id,
@@ -307,19 +326,23 @@ class PoolTaskRunner(TaskRunner[PoolFuture[Any]]):
             wait_for=_as_dask_futures(list(wait_for)) if wait_for else None,
             dependencies=inputs,
         )
+        connection.last_of_task[task.name] = future
         flow_run = _flow_run()
         return PoolFuture(task_run_id, future, task, hardware_class, flow_run.id if flow_run else None)
 
-    def _connected(self) -> distributed.Client:
+    def _connected(self) -> Connection:
         """A client of the scheduler at ``address``; a default client of the process is never used in its place."""
-        if self._client is None:
+        if self._shared is not None:
+            return self._shared
+        if self._own is None:
             try:
-                self._client = distributed.Client(self.address, set_as_default=False, timeout=CONNECT_S)
+                client = distributed.Client(self.address, set_as_default=False, timeout=CONNECT_S)
             except OSError as error:
                 raise InfrastructureFailure(
                     f"no Dask scheduler answers at {self.address} within {CONNECT_S:g} s"
                 ) from error
-        return self._client
+            self._own = Connection(client)
+        return self._own
 
     def _serialized_context(self) -> SerializedContext:
         flow_run, parent = _flow_run(), TaskRunContext.get()

@@ -10,7 +10,7 @@ from prefect import get_run_logger
 from flows.config import RunConfig
 from flows.drivers import noted_driver
 from flows.evaluation import evaluate_plane
-from flows.iteration import IterationPlan, rl_iteration
+from flows.iteration import NUM_STAGES, IterationPlan, rl_iteration
 from flows.opening import check_resume, composed, open_run
 from flows.plane import rollout_plane
 from flows.pools import run_pools
@@ -18,6 +18,7 @@ from flows.progress import RunProgress
 from flows.report import RunReport, read_evaluation
 from flows.reward_pool import reward_pool
 from flows.server import server_flow, server_ui_url
+from flows.turns import Iterations
 from flows.warm_start import starting_policy
 from resources.runs import ResumePoint, RunRef, check_name
 from resources.state_dir import state_dir
@@ -58,7 +59,11 @@ def _train(config: RunConfig, run: RunRef, point: ResumePoint | None) -> dict[st
     get_run_logger().info("run %s, store %s", run.run_id, run.store_url)
     report = RunReport(run, config)
     before, after = read_evaluation(run, 0, config.evaluation), None
-    with run_pools(config.pools, state_dir()) as pools, RunProgress(list(config.families), last, first) as progress:
+    with (
+        Iterations(overlap=config.rollout.pipeline == "asynchronous") as iterations,
+        run_pools(config.pools, state_dir()) as pools,
+        RunProgress(list(config.families), last, first) as progress,
+    ):
         progress.say(f"run {run.run_id}, Prefect UI {server_ui_url()}\nfiles: {run.folder().url}")
         progress.say("preparing the policy (a warm start takes about a minute, once)")
         model_directory = starting_policy(config, pools)
@@ -72,10 +77,13 @@ def _train(config: RunConfig, run: RunRef, point: ResumePoint | None) -> dict[st
             if config.evaluation.before and point is None:
                 progress.say(f"evaluating: {config.evaluation.num_episodes} held-out episodes of each task family")
                 before = evaluate_plane(pools, run, config, version=0)
-            for version in range(first, last):
+
+            def play(version: int) -> dict[str, Any]:
                 plane.check()
-                plan = IterationPlan.of(config, version)
-                row = rl_iteration.with_options(task_runner=pools.task_runner())(run, version, plan)
+                iteration = rl_iteration.with_options(task_runner=pools.task_runner())
+                return iteration(run, version, IterationPlan.of(config, version))
+
+            for row in iterations.run(play, range(first, last), NUM_STAGES * config.iteration_timeout_s):
                 report.iteration(row, autoscaler)
                 progress.iteration(row, autoscaler.num_replicas if autoscaler else 0)
             if config.evaluation.after:

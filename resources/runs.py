@@ -126,6 +126,23 @@ def num_resumes(run: RunRef) -> int:
     return len(run.folder().list("resumes/"))
 
 
+def prune_checkpoints(run: RunRef, keep: int, protected: set[int]) -> list[int]:
+    """Drop all checkpoints but the newest ``keep`` and the ``protected`` ones; returns the versions dropped."""
+    folder = run.folder()
+    keys: dict[int, list[str]] = {}
+    for key in folder.list("checkpoints/"):
+        keys.setdefault(int(key.split("/")[1].removeprefix("v")), []).append(key)
+    dropped = sorted(set(sorted(keys)[:-keep]) - protected)
+    for version in dropped:
+        for key in keys[version]:
+            folder.delete(key)
+        # On a local store a folder outlives its files, and each would be listed in every iteration to come.
+        local = folder.local_path(checkpoint_prefix(version))
+        if local is not None and local.is_dir() and not any(local.iterdir()):
+            local.rmdir()
+    return dropped
+
+
 class ResumePoint(BaseModel):
     """Where a run goes on: the version that engines and learner hold, and the group queue's state."""
 

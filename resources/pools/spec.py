@@ -76,7 +76,7 @@ def dask_settings(no_workers_timeout_s: float) -> dict[str, Any]:
     A task whose worker died fails at once instead of running again behind Prefect's back; a task whose class has lost
     its workers fails after a while instead of waiting for ever; worker processes may have children. Dask's own profiler
     is off: it looks into every worker a hundred times a second, and keeps an hour of what it saw. Its other histories
-    are kept short; the scheduler still grows by about 0.2 MiB an iteration (``benchmarks.overhead``).
+    are kept short, so that the scheduler does not grow with a run.
     """
     return {
         "distributed.scheduler.allowed-failures": 0,

@@ -14,8 +14,9 @@ from resources.failures import InfrastructureFailure
 from resources.pools.actors import call_sync
 from resources.pools.registry import lookup_sync
 from resources.recovery.whole import RESTARTS
-from resources.runs import RunRef, write_iteration
+from resources.runs import RunRef, checkpoint_prefix, prune_checkpoints, write_iteration
 from resources.telemetry.metrics import finite, write_metrics
+from resources.weights.store import WeightStore
 from tasks.record.table import family_table
 
 ANSWER_S = 60.0
@@ -35,13 +36,15 @@ def worker_stats(workers: Sequence[Any], warn: Callable[[str], None]) -> list[di
 
 
 @task(name="record", tags=["pool:control"])
-def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[str]) -> dict[str, Any]:
+def record(
+    run: RunRef, version: int, metrics: dict[str, Any], families: list[str], checkpoint_keep: int
+) -> dict[str, Any]:
     """Write what iteration ``version`` measured. Returns the metrics row.
 
-    The manifest moves last: once it lies there, a resume starts behind this iteration.
+    The manifest moves last: once it lies there, a resume starts behind this iteration. Then weight versions and
+    checkpoints beyond the newest ``checkpoint_keep`` are dropped; version ``version + 1`` stays, as a resume needs it.
     """
     actors = lookup_sync(run.service_id, max_age_s=0.0)
-    assert actors.learner is not None, f"run {run.run_id} has no learner"
     stats = call_sync(actors.queue, "stats", timeout_s=ANSWER_S)
     logger = get_run_logger()
     workers = worker_stats(actors.rollout_workers, logger.warning)
@@ -70,9 +73,11 @@ def record(run: RunRef, version: int, metrics: dict[str, Any], families: list[st
         {
             "version": version + 1,
             "batch": f"batches/{version:06d}.json",
-            "checkpoint": f"checkpoints/v{version + 1:06d}",
+            "checkpoint": checkpoint_prefix(version + 1),
             "queue_state": finite(call_sync(actors.queue, "snapshot", timeout_s=ANSWER_S)),
         },
     )
-    call_sync(actors.learner, "prune", [version + 1], timeout_s=ANSWER_S)
+    # Not by the learner: it may be at the next update already.
+    WeightStore(run.root(), run.run_id).prune(checkpoint_keep, {version + 1})
+    prune_checkpoints(run, checkpoint_keep, {version + 1})
     return row

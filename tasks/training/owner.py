@@ -28,7 +28,6 @@ class LearnerActor:
         device: str = "cpu",
         threads: int = 1,
         resume_version: int | None = None,
-        checkpoint_keep: int = 2,
     ) -> None:
         from tasks.training.learner import Learner
 
@@ -37,7 +36,6 @@ class LearnerActor:
         self.weights = WeightStore(self.run.root(), self.run.run_id)
         self.num_families = num_families
         self.max_staleness = max_staleness
-        self.checkpoint_keep = checkpoint_keep
         self.learner = Learner(
             model_directory,
             TrainingConfig.model_validate(config),
@@ -97,18 +95,3 @@ class LearnerActor:
             "publish_s": published_s,
             "checkpoint_s": time.perf_counter() - started - published_s,
         }
-
-    def prune(self, protected: list[int]) -> None:
-        """Drop weight versions and checkpoints beyond the newest few; what a manifest still needs is protected."""
-        self.weights.prune(self.checkpoint_keep, set(protected))
-        for key in self.folder.list("checkpoints/"):
-            version = int(key.split("/")[1].removeprefix("v"))
-            if version <= self.version - self.checkpoint_keep and version not in protected:
-                self.folder.delete(key)
-                self._drop_if_empty(checkpoint_prefix(version))
-
-    def _drop_if_empty(self, prefix: str) -> None:
-        # On a local store a folder outlives its files, and each would be listed in every iteration to come.
-        local = self.folder.local_path(prefix)
-        if local is not None and local.is_dir() and not any(local.iterdir()):
-            local.rmdir()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import cloudpickle
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -19,10 +20,10 @@ from prefect.context import FlowRunContext
 from prefect.futures import wait
 
 from flows.server import PrefectServer, prefect_server
-from flows.task_runner import PoolTaskRunner, hardware_class_of
+from flows.task_runner import Connection, PoolTaskRunner, hardware_class_of
 from resources.failures import InfrastructureFailure
 from resources.hardware import HardwareClass, PoolsConfig
-from resources.pools.cluster import embedded_cluster
+from resources.pools.cluster import attach, embedded_cluster
 from tests.integration import pool_tasks
 
 CONFIG = PoolsConfig(
@@ -90,6 +91,31 @@ def states_of(flow_run_id: UUID, count: int) -> dict[str, str]:
             if len(final) >= count or time.monotonic() > deadline:
                 return final
             time.sleep(0.1)
+
+
+def books(dask_scheduler: Any) -> tuple[int, int]:
+    """What the scheduler remembers of tasks that are over: spans and groups."""
+    return len(dask_scheduler.extensions["spans"].spans), len(dask_scheduler.task_groups)
+
+
+def test_flow_runs_on_a_shared_connection_leave_the_scheduler_as_it_was(address: str) -> None:
+    """What is remembered of every iteration would fill the scheduler of a long run."""
+    with attach(address) as client:
+        connection = Connection(client)
+        runner = PoolTaskRunner(address, connection=connection)
+        seen = []
+        for _ in range(4):
+            flow(
+                lambda: [pool_tasks.where_compute.submit().result(), pool_tasks.double.submit(3).result()],
+                name="on-shared",
+                task_runner=runner,
+                persist_result=False,
+            )()
+            seen.append(client.run_on_scheduler(books))
+        assert seen[1:] == seen[:1] * 3
+        assert client.status == "running"
+        travelled = cloudpickle.loads(cloudpickle.dumps(runner))
+        assert travelled == runner and travelled._shared is None
 
 
 @pytest.mark.parametrize("cluster", ["address", "standing_address"])
