@@ -103,6 +103,8 @@ class EnvManager:
             case "engine":
                 engine = self._services.proxy.engine_of(self.assignment.trajectory_id)
                 return f"generation {number} on {engine}" if engine else f"an engine for generation {number}"
+            case "others":
+                return f"the others of its worker, behind turn {number - 1}"
             case "store":
                 return "its row to be judged, sealed and handed over"
 
