@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from resources.environments.base import Message, ScriptedExpert, StepOutcome
@@ -34,9 +34,18 @@ class DeadlineEnvironment:
     """
 
     def __init__(
-        self, inner: Any, *, family: str, reset_deadline_s: float, step_deadline_s: float, threads: DaemonThreads
+        self,
+        inner: Any,
+        *,
+        family: str,
+        reset_deadline_s: float,
+        step_deadline_s: float,
+        threads: DaemonThreads,
+        step: Callable[[str], Awaitable[StepOutcome]] | None = None,
     ) -> None:
+        """``step`` stands in for the environment's own (see `StepTogether`)."""
         self.inner = inner
+        self._step = step or inner.step
         self.env_version: str = inner.env_version
         self.max_turns: int = inner.max_turns
         self._family = family
@@ -52,7 +61,7 @@ class DeadlineEnvironment:
         return messages
 
     async def step(self, action: str) -> StepOutcome:
-        outcome = await self._call("step", self._step_deadline_s, self.inner.step, action)
+        outcome = await self._call("step", self._step_deadline_s, self._step, action)
         if not isinstance(outcome, StepOutcome):
             raise EnvironmentFailure(f"{self._family}: step returned {type(outcome).__name__}, not StepOutcome")
         self._check_messages("step", outcome.observation)

@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from resources.environments.action_text import malformed, parse_action, tagged
@@ -21,6 +22,7 @@ DIRECTIONS = ("left", "down", "right", "up")
 """In gymnasium's numbering of the actions."""
 _MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 _MAX_MAPS = 1000
+_REMINDER = "say <act>left</act>, down, right or up"
 Cell = tuple[int, int]
 
 
@@ -62,11 +64,34 @@ class FrozenLake:
         is_last = self._turns >= self.max_turns
         parsed = parse_action(action, ("act",))
         if parsed is None or parsed[1] not in DIRECTIONS:
-            return malformed("say <act>left</act>, down, right or up", truncated=is_last)
-        state, _, terminated, _, _ = self._lake.step(DIRECTIONS.index(parsed[1]))
-        self._cell = divmod(int(state), self._size)
-        if terminated:
-            solved = self._at(self._cell) == "G"
+            return malformed(_REMINDER, truncated=is_last)
+        state, _, _, _, _ = self._lake.step(DIRECTIONS.index(parsed[1]))
+        return self._arrive(divmod(int(state), self._size), is_last)
+
+    @classmethod
+    async def step_many(cls, environments: Sequence[FrozenLake], actions: Sequence[str]) -> list[StepOutcome]:
+        """See `VectorEnvironment`: all moves in one computation over the lakes' cells."""
+        parsed = [parse_action(action, ("act",)) for action in actions]
+        names = [part[1] if part is not None and part[1] in DIRECTIONS else None for part in parsed]
+        moves = np.array([(0, 0) if name is None else _MOVES[name] for name in names])
+        cells = np.array([lake._cell for lake in environments])
+        edges = np.array([lake._size - 1 for lake in environments])[:, None]
+        outcomes = []
+        for lake, name, cell in zip(environments, names, np.clip(cells + moves, 0, edges).tolist(), strict=True):
+            lake._turns += 1
+            is_last = lake._turns >= lake.max_turns
+            if name is None:
+                outcomes.append(malformed(_REMINDER, truncated=is_last))
+                continue
+            row, column = cell
+            lake._lake.s = row * lake._size + column
+            outcomes.append(lake._arrive((row, column), is_last))
+        return outcomes
+
+    def _arrive(self, cell: Cell, is_last: bool) -> StepOutcome:
+        self._cell = cell
+        if self._at(cell) in "GH":
+            solved = self._at(cell) == "G"
             outcome = {"outcome": float(solved)}
             return StepOutcome([], reward=float(solved), terminated=True, success=solved, components=outcome)
         observation = [] if is_last else [Message(role="user", content=self._surroundings())]

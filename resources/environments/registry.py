@@ -12,6 +12,7 @@ from resources.environments.family import FamilyConfig
 from resources.environments.instances import instantiate_named
 from resources.environments.processes import ChildProcesses, ProcessEnvironment
 from resources.environments.threads import DaemonThreads
+from resources.environments.vector import StepTogether
 
 
 def quickstart_families() -> dict[str, FamilyConfig]:
@@ -35,12 +36,14 @@ def make_environment(
     family: str = "",
     threads: DaemonThreads | None = None,
     children: ChildProcesses | None = None,
+    together: StepTogether | None = None,
 ) -> Environment:
     """A fresh environment of a family, its calls under the family's deadlines (see `DeadlineEnvironment`).
 
     ``family`` is the name in failure messages (default: the environment's). ``threads`` runs blocking environments
     (default: 64 threads that this process shares). With ``children`` it lives in one of these processes, whatever
-    ``config.executor`` says, and offers no scripted expert. A scripted expert stays one: ``isinstance(environment,
+    ``config.executor`` says, and offers no scripted expert. ``together`` takes the steps of those whose class offers
+    ``step_many`` (`resources.environments.vector`). A scripted expert stays one: ``isinstance(environment,
     ScriptedExpert)``. Raises ValueError for an unknown name, an import that fails, wrong arguments, or a class that is
     no environment.
     """
@@ -61,6 +64,7 @@ def make_environment(
         reset_deadline_s=config.reset_deadline_s,
         step_deadline_s=config.step_deadline_s,
         threads=threads,
+        step=None if together is None else together.step_of(inner),
     )
 
 

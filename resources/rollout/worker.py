@@ -20,6 +20,7 @@ from resources.environments.family import FamilyConfig
 from resources.environments.processes import ChildProcesses
 from resources.environments.registry import instantiate, make_environment
 from resources.environments.threads import DaemonThreads
+from resources.environments.vector import StepTogether
 from resources.failures import DeadlineExceeded, InfrastructureFailure, RollartError
 from resources.object_store import ObjectStore
 from resources.pools.actors import call, call_sync
@@ -234,11 +235,16 @@ class _Parts:
             for name, family in self._families.items()
             if family.executor == "process"
         }
+        self._together = StepTogether() if config.stepping == "batch" else None
         self._services = EpisodeServices(
             chat=self._chat,
             proxy=self._proxy,
             make_environment=lambda name, family: make_environment(
-                family, family=name, threads=threads, children=self._children.get(name)
+                family,
+                family=name,
+                threads=threads,
+                children=self._children.get(name),
+                together=self._together,
             ),
             context_length=self.context_length,
             length_finish=config.length_finish,
