@@ -25,6 +25,7 @@ from resources.rollout.config import RolloutConfig
 from resources.rollout.group_queue import GroupQueue
 from resources.rollout.worker import RolloutWorker
 from resources.trajectories.batch import read_batch, write_batch
+from resources.trajectories.digest import batch_digest
 from resources.trajectories.store import read_trajectories
 from resources.weights.store import WeightStore
 
@@ -82,6 +83,16 @@ def families() -> dict[str, FamilyConfig]:
     }
 
 
+def delayed_families() -> dict[str, FamilyConfig]:
+    """The same in threads, with random latencies."""
+    paths = {"guess": "DelayedGuessNumber", "math": "DelayedCalculator"}
+    delayed = "tests.integration.delayed_environments"
+    return {
+        name: family.model_copy(update={"environment": f"{delayed}:{paths[name]}", "executor": "thread"})
+        for name, family in families().items()
+    }
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     config = PolicyConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64)
@@ -107,18 +118,29 @@ async def switch_weights(engines: list[EngineActor], queue: GroupQueue, version:
         await engine.resume()
 
 
-async def run_iterations(store: ObjectStore, policy: Path, config: RolloutConfig, number: int):
+async def run_iterations(
+    store: ObjectStore,
+    policy: Path,
+    config: RolloutConfig,
+    number: int,
+    played: dict[str, FamilyConfig] | None = None,
+    num_workers: int = 1,
+):
     publish(store, policy, 0)
     loop = asyncio.get_running_loop()
+    engine_config = EngineConfig(num_slots=8, batch_invariant=config.deterministic)
     engines = {
-        name: EngineActor(store.url, RUN, 0, EngineConfig(num_slots=8), name, f"{name}-0")
-        for name in ("compute", "bandwidth")
+        name: EngineActor(store.url, RUN, 0, engine_config, name, f"{name}-0") for name in ("compute", "bandwidth")
     }
-    queue = GroupQueue(RUN, store.url, families(), config, seed=7)
+    played = played or families()
+    queue = GroupQueue(RUN, store.url, played, config, seed=7)
     handles = {name: [(f"{name}-0", OnLoop(engine, loop))] for name, engine in engines.items()}
-    worker = await asyncio.to_thread(
-        RolloutWorker, "w0", RUN, store.url, OnLoop(queue, loop), handles, families(), config
-    )
+    workers = [
+        await asyncio.to_thread(
+            RolloutWorker, f"w{index}", RUN, store.url, OnLoop(queue, loop), handles, played, config
+        )
+        for index in range(num_workers)
+    ]
     try:
         batches = []
         for version in range(number):
@@ -130,12 +152,13 @@ async def run_iterations(store: ObjectStore, policy: Path, config: RolloutConfig
             await queue.wait_loadable(version + 1, 60.0)
             await switch_weights(list(engines.values()), queue, version + 1)
         evaluation = await queue.evaluate({"guess": 3, "math": 2}, seed=1, evaluate_timeout_s=60.0, greedy=True)
-        stats = await worker.stats()
+        stats = await workers[0].stats()
         json.dumps([stats, await queue.stats(), await queue.snapshot()])
         return batches, evaluation, stats
     finally:
         await queue.close()
-        await worker.close()
+        for worker in workers:
+            await worker.close()
         for engine in engines.values():
             await engine.close()
 
@@ -182,3 +205,24 @@ def test_three_batches_with_version_bumps(tmp_path, policy, pipeline):
     eval_rows = read_trajectories(store, [group.members[0].ref for group in evaluation])
     assert {row.split for row in eval_rows} == {"eval"} and {row.newest_version for row in eval_rows} == {3}
     assert stats["proxy"]["num_fallbacks"] == {} and stats["proxy"]["num_rerouted"] == 0
+
+
+@pytest.mark.parametrize("stepping", ["trajectory", "batch"])
+def test_a_deterministic_run_is_the_same_with_any_number_of_workers(tmp_path, policy, stepping):
+    """Real engines, environments that take random times, one worker, two and four: equal bits in every batch."""
+    found = []
+    for num_workers in (1, 2, 4):
+        store = ObjectStore.open(str(tmp_path / str(num_workers)))
+        config = RolloutConfig(
+            deterministic=True, pipeline="one_off", stepping=stepping, seal_after_s=0.05, score_window_s=0.02,
+            max_concurrent_trajectories=64 if num_workers == 1 else 12 // num_workers,
+        )  # fmt: skip
+        rewards = RewardThread(store)
+        try:
+            batches, _, _ = asyncio.run(run_iterations(store, policy, config, 2, delayed_families(), num_workers))
+        finally:
+            rewards.stop()
+        files = {member.ref.file for batch in batches for group in batch.groups for member in group.members}
+        assert len({file.rsplit("/", 1)[-1].split("-")[0] for file in files}) == num_workers, "every worker played"
+        found.append([batch_digest(store, batch) for batch in batches])
+    assert found[0] == found[1] == found[2] and len(set(found[0])) == 2

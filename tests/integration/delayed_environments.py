@@ -1,0 +1,27 @@
+"""Built-in environments that take their time: as long as the machine's own randomness wills, whatever the seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from resources.environments.calculator import Calculator
+from resources.environments.guess_number import GuessNumber
+
+_RANDOM = random.SystemRandom()
+
+
+class DelayedGuessNumber(GuessNumber):
+    async def reset(self, seed):
+        await asyncio.sleep(_RANDOM.uniform(0, 0.05))
+        return await super().reset(seed)
+
+    async def step(self, action):
+        await asyncio.sleep(_RANDOM.uniform(0, 0.05))
+        return await super().step(action)
+
+
+class DelayedCalculator(Calculator):
+    async def step(self, action):
+        await asyncio.sleep(_RANDOM.uniform(0, 0.05))
+        return await super().step(action)
