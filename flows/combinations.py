@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from flows.config import RunConfig
+from flows.simulation import check_simulation
 from resources.engines.base import SamplingParams
 from resources.engines.config import check_sampling
 from resources.environments.family import FamilyConfig
@@ -26,6 +27,7 @@ VERDICTS = {
 
 def check_combinations(config: RunConfig) -> None:
     """Raises ValueError, naming the fields, their values and the remedy."""
+    check_simulation(config)
     context_length = _context_length(config)
     for name, family in config.families.items():
         _check_name(name)
@@ -48,8 +50,10 @@ def check_combinations(config: RunConfig) -> None:
 def _context_length(config: RunConfig) -> int:
     """Tokens of a trajectory, at most."""
     directory = config.policy.model_directory
-    built_for = config.policy.context_length if directory is None else read_context_length(Path(directory))
     wanted = config.engine.context_length
+    if config.engine.backend == "simulated" and wanted is not None:
+        return wanted
+    built_for = config.policy.context_length if directory is None else read_context_length(Path(directory))
     if wanted is not None and wanted > built_for:
         raise ValueError(
             f"engine.context_length is {wanted}, but the policy is built for {built_for} tokens; lower it"

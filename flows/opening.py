@@ -13,6 +13,7 @@ from flows.config import RunConfig, with_overrides
 from resources.environments.registry import make_environment
 from resources.object_store import ObjectStore
 from resources.policy.directory import check_policy_directory
+from resources.policy.tokenizer_only import check_tokenizer_directory
 from resources.rewards.liveness import RUN_DRIVER, RunHeartbeat, has_driver
 from resources.rewards.scorers.registry import resolve_scorer
 from resources.runs import (
@@ -46,7 +47,9 @@ def check_inputs(config: RunConfig) -> None:
     and settings that do not go together."""
     ObjectStore.open(config.store).check_writable()
     if config.policy.model_directory is not None:
-        check_policy_directory(config.policy.model_directory)
+        is_computed = config.training.backend != "simulated" or config.warm_start is not None
+        check = check_policy_directory if is_computed else check_tokenizer_directory
+        check(config.policy.model_directory)
     for name, family in config.families.items():
         try:
             make_environment(family)

@@ -75,6 +75,15 @@ def write_model(directory: Path, layout: str = "qwen3-tied", *, seed: int = 0, *
     return directory
 
 
+def write_tokenizer(directory: Path) -> Path:
+    """A policy directory with a tokenizer and nothing else."""
+    from resources.policy.tokenizer import train_tokenizer
+
+    corpus = ["go left", "go right", "higher 4 to 7", "lower 1 to 3"] * 10
+    train_tokenizer(corpus, vocab_size=320, min_word_frequency=10, context_length=512).save_pretrained(directory)
+    return directory
+
+
 def full_recompute(directory: Path, tensors: Mapping[str, torch.Tensor] | None, token_ids: list[int]) -> torch.Tensor:
     """Float32 [T, V] log-probabilities of transformers over the whole sequence (with other weights, if given)."""
     from transformers import AutoModelForCausalLM

@@ -31,6 +31,7 @@ from resources.engines.simulated_cache import PrefixKV
 from resources.engines.simulated_faults import FaultSchedule
 from resources.engines.simulated_timing import StepTiming
 from resources.failures import DeadlineExceeded, EngineFailure, RollartError
+from resources.policy.tokenizer_only import read_vocabulary_size
 
 
 class VersionSource(Protocol):
@@ -334,25 +335,6 @@ class SimulatedEngine:
     def _hidden_s(self, began_at: float, load_started_at: float) -> float:
         transfer_s = self._simulation.weight_bytes / self._hardware.load_bytes_per_s
         return min(transfer_s, max(0.0, load_started_at - began_at))
-
-
-def read_vocabulary_size(directory: Path) -> int:
-    """Tokens of a policy directory: by its ``config.json``, else by its ``tokenizer.json``.
-
-    Raises ValueError naming the directory when neither says.
-    """
-    if (directory / "config.json").is_file():
-        size = json.loads((directory / "config.json").read_bytes()).get("vocab_size")
-        if isinstance(size, int):
-            return size
-    if (directory / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size(with_added_tokens=True)
-    raise ValueError(
-        f"{str(directory)!r} has neither a config.json with vocab_size nor a tokenizer.json: a simulated engine cannot "
-        "know its tokens; publish the policy's tokenizer files with its weights"
-    )
 
 
 def _context_length(config: EngineConfig, directory: Path) -> int:

@@ -64,8 +64,13 @@ def weights_digest(directory: str | Path) -> str:
 def policy_files(directory: str | Path) -> dict[str, bytes]:
     """Everything beside the weights (config, generation config, tokenizer, chat template), by file name: what a
     published version needs so that its own directory loads with `AutoModelForCausalLM` and `AutoTokenizer`."""
-    directory = Path(directory)
     read_model_config(directory)
+    return small_files(directory)
+
+
+def small_files(directory: str | Path) -> dict[str, bytes]:
+    """The files of a directory that are neither weights nor large, by name."""
+    directory = Path(directory)
     return {
         path.name: path.read_bytes()
         for path in sorted(directory.iterdir())

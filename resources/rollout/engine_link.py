@@ -39,6 +39,8 @@ class LinkStats:
     num_generations: int = 0
     num_unknown: int = 0
     """Generations that nobody waits for any more (aborted, re-routed)."""
+    num_refused: int = 0
+    """Generations that claimed a version which the engine does not hold."""
     num_failures: int = 0
 
 
@@ -201,6 +203,10 @@ class EngineLink:
             future = self._flights.pop(generation.request_id, None)
             if future is None or future.done():
                 self.stats.num_unknown += 1
+            elif (problem := version_problem(generation, reply.version)) is not None:
+                self.stats.num_refused += 1
+                self.last_error = f"engine {self.name}: {problem}"
+                future.set_exception(EngineLost(self.last_error))
             else:
                 self.stats.num_generations += 1
                 future.set_result(generation)
@@ -222,3 +228,21 @@ class EngineLink:
             if not future.done():
                 future.set_exception(EngineLost(message))
                 future.exception()  # a waiter that was cancelled meanwhile must not turn this into a warning
+
+
+def version_problem(generation: Generation, held: int) -> str | None:
+    """What is wrong with the versions of an answer from an engine that holds ``held`` now; None: nothing.
+
+    Versions only rise, so none of its tokens can be newer than that. A row must never claim a version that was not
+    loaded: the staleness bound, and every importance ratio, rest on what rows say.
+    """
+    versions = generation.versions
+    if not len(versions):
+        return None
+    oldest, newest = int(versions.min()), int(versions.max())
+    if oldest >= 0 and newest <= held and bool((versions[1:] >= versions[:-1]).all()):
+        return None
+    return (
+        f"its answer to {generation.request_id} claims versions {oldest} to {newest}, but it holds version {held}: "
+        "the tokens are refused"
+    )

@@ -16,6 +16,7 @@ from tasks.training.algorithm_config import (
     LossConfig,
 )
 from tasks.training.plugins import ESTIMATORS, NORMALISERS, RATIO_LOSSES, WEIGHTING_CORRECTIONS, check_name
+from tasks.training.simulated_config import SimulatedLearnerConfig
 
 
 class OptimizerConfig(BaseModel):
@@ -90,6 +91,12 @@ class TrainingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    backend: Literal["torch", "simulated"] = "torch"
+    """``torch``: the policy is trained. ``simulated``: no model; an update takes the time that its tokens and the
+    figures of ``simulated`` imply, and published versions hold nothing. Goes with ``engine.backend: simulated``."""
+    simulated: SimulatedLearnerConfig | None = None
+    """Figures of a simulated learner; null: the defaults. Only with ``backend: simulated``."""
+
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
     loss: LossConfig = LossConfig()
@@ -149,6 +156,20 @@ class TrainingConfig(BaseModel):
     @classmethod
     def _normaliser_is_known(cls, value: str) -> str:
         return check_name("training.normaliser", value, NORMALISERS)
+
+    @model_validator(mode="after")
+    def _simulation_is_wanted(self) -> TrainingConfig:
+        if self.simulated is not None and self.backend != "simulated":
+            raise ValueError(
+                f"training.simulated is given, but training.backend is {self.backend!r}, which would ignore it; set "
+                "training.backend to 'simulated', or leave training.simulated out"
+            )
+        return self
+
+    @property
+    def simulation(self) -> SimulatedLearnerConfig:
+        """What a simulated learner pretends to be."""
+        return self.simulated or SimulatedLearnerConfig()
 
     @model_validator(mode="after")
     def _algorithms_have_what_they_need(self) -> TrainingConfig:

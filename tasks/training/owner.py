@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from resources.runs import RunRef, checkpoint_prefix
 from resources.trajectories.batch import read_batch
@@ -11,6 +11,10 @@ from resources.trajectories.store import read_trajectories
 from resources.weights.store import WeightStore
 from tasks.training.config import TrainingConfig
 from tasks.training.rows import generation_seconds, training_rows
+
+if TYPE_CHECKING:
+    from tasks.training.learner import Learner
+    from tasks.training.simulated import SimulatedLearner
 
 
 class LearnerActor:
@@ -29,14 +33,12 @@ class LearnerActor:
         threads: int = 1,
         resume_version: int | None = None,
     ) -> None:
-        from tasks.training.learner import Learner
-
         self.run = RunRef.model_validate(run)
         self.folder = self.run.folder()
         self.weights = WeightStore(self.run.root(), self.run.run_id)
         self.num_families = num_families
         self.max_staleness = max_staleness
-        self.learner = Learner(
+        self.learner = build_learner(
             model_directory,
             TrainingConfig.model_validate(config),
             seed=seed,
@@ -95,3 +97,16 @@ class LearnerActor:
             "publish_s": published_s,
             "checkpoint_s": time.perf_counter() - started - published_s,
         }
+
+
+def build_learner(
+    model_directory: str, config: TrainingConfig, *, seed: int, device: str, threads: int, total_updates: int
+) -> Learner | SimulatedLearner:
+    """The learner that ``config.backend`` names. Heavy imports happen here, in the learner's worker."""
+    if config.backend == "simulated":
+        from tasks.training.simulated import SimulatedLearner
+
+        return SimulatedLearner(model_directory, config, seed=seed)
+    from tasks.training.learner import Learner
+
+    return Learner(model_directory, config, seed=seed, device=device, threads=threads, total_updates=total_updates)
