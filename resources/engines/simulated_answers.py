@@ -13,10 +13,10 @@ from statistics import NormalDist
 import numpy as np
 
 from resources.engines.base import FinishReason, GenerateRequest
-from resources.engines.noise import uniform_noise
+from resources.engines.noise import uniform_at, uniform_noise
 from resources.engines.simulated_config import ScriptedAnswers
 
-_LENGTHS = np.uint64(0x5DEECE66D)
+_LENGTHS = 0x5DEECE66D
 """Makes the draws of lengths other than those of tokens."""
 _LOOK_BACK = 4096
 """Tokens of an unfinished answer that are recognised, at most."""
@@ -70,8 +70,7 @@ class AnswerScript:
         config, mean = self._config, self._config.mean_tokens
         if config.length == "fixed":
             return round(mean)
-        noise = uniform_noise(np.array([_seed(request)], np.uint64) ^ _LENGTHS, np.array([start], np.uint64))
-        share = float(noise[0])
+        share = uniform_at(_seed(request) ^ _LENGTHS, start)
         match config.length:
             case "uniform":
                 return 1 + int(share * (2 * mean - 1))
@@ -86,17 +85,26 @@ class AnswerScript:
         noise = uniform_noise(seeds, np.arange(start, end, dtype=np.uint64))
         token_ids = (self._first + noise * self._num_ids).astype(np.int32)
         stops = request.sampling.stop_token_ids
-        if stops:
-            substitute = next(i for i in range(self._first, self._first + len(stops) + 1) if i not in stops)
-            token_ids[np.isin(token_ids, stops)] = substitute
+        for stop in stops:
+            if self._first <= stop < self._first + self._num_ids:
+                token_ids[token_ids == stop] = self._substitute(stops)
         return token_ids
+
+    def _drawn_at(self, request: GenerateRequest, position: int) -> int:
+        """One token of `_drawn`."""
+        token_id = int(self._first + uniform_at(_seed(request), position) * self._num_ids)
+        stops = request.sampling.stop_token_ids
+        return self._substitute(stops) if token_id in stops else token_id
+
+    def _substitute(self, stops: tuple[int, ...]) -> int:
+        """What is sampled instead of a stop token in the middle of an answer."""
+        return next(i for i in range(self._first, self._first + len(stops) + 1) if i not in stops)
 
     def _num_begun(self, request: GenerateRequest) -> int:
         """Tokens at the end of the history that are an answer of this script, not ended yet."""
         history = request.token_ids
         end = len(history)
-        start = max(0, end - 1)
-        if history[start] != self._drawn(request, start, end)[0]:
+        if history[-1] != self._drawn_at(request, end - 1):
             return 0
         start = max(0, end - _LOOK_BACK)
         differs = history[start:] != self._drawn(request, start, end)

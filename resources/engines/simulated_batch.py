@@ -21,6 +21,8 @@ from resources.engines.simulated_cache import PrefixKV
 from resources.engines.simulated_faults import FaultSchedule
 from resources.engines.simulated_timing import StepTiming
 
+NOTHING = np.empty(0, dtype=np.int32)
+
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
@@ -139,8 +141,7 @@ class SimulatedBatch:
         """End a request at the boundary; it is finished with what it has sampled. None: it does not run or wait."""
         one = self._running.get(request_id)
         if one is not None:
-            self._remove(one)
-            self._finish(one, "abort", max(now, self.boundary))
+            self._finish(one, "abort", max(now, self.boundary), self._remove(one))
             return one
         one = next((one for one in self._waiting if one.request.request_id == request_id), None)
         if one is not None:
@@ -187,8 +188,7 @@ class SimulatedBatch:
     def take_all(self, now: float) -> tuple[list[Finished], list[SimulatedRequest]]:
         """The engine ends: running requests with what they have sampled, as aborted; waiting ones as they are."""
         for one in list(self._running.values()):
-            self._remove(one)
-            self._finish(one, "abort", now)
+            self._finish(one, "abort", now, self._remove(one))
         finished, self._finished = self._finished, []
         waiting, self._waiting = list(self._waiting), deque()
         return finished, waiting
@@ -322,11 +322,11 @@ class SimulatedBatch:
         while self._ends and (self._ends[0][0] <= self._step or self._ends[0][1].ended):
             _, one = heapq.heappop(self._ends)
             if one.decoding and not one.ended and self._sampled(one) >= one.plan.num_tokens:
-                self._remove(one)
-                self._finish(one, one.plan.finish_reason, self.boundary)
+                self._finish(one, one.plan.finish_reason, self.boundary, self._remove(one))
 
-    def _remove(self, one: SimulatedRequest) -> None:
-        """Out of the batch; its KV is kept for the trajectory's next turn, unless nobody will have one."""
+    def _remove(self, one: SimulatedRequest) -> np.ndarray:
+        """Out of the batch; its KV is kept for the trajectory's next turn, unless nobody will have one. Returns what it
+        has sampled."""
         if one.decoding:
             self._stop_decoding(one)
             in_cache = self._length(one) - 1  # the last token's KV was never needed
@@ -336,17 +336,19 @@ class SimulatedBatch:
         one.ended = True
         del self._running[one.request.request_id]
         self._reserved -= self._most(one)
+        history, token_ids = one.request.token_ids, self._script.tokens(one.request, one.plan, one.num_sampled)
         if in_cache > 0 and not one.released:
-            history = np.concatenate([one.request.token_ids, self._tokens(one)])
-            self._cache.keep(one.request.trajectory_id, history[:in_cache])
+            sampled = token_ids[: max(0, in_cache - len(history))]
+            self._cache.keep(one.request.trajectory_id, history[:in_cache], sampled)
+        return token_ids
 
-    def _finish(self, one: SimulatedRequest, reason: FinishReason, at: float) -> None:
+    def _finish(self, one: SimulatedRequest, reason: FinishReason, at: float, token_ids: np.ndarray = NOTHING) -> None:
         one.ended = True
         first_token_at = at if one.first_token_at is None else one.first_token_at
         generation = Generation(
             request_id=one.request.request_id,
             trajectory_id=one.request.trajectory_id,
-            token_ids=self._tokens(one),
+            token_ids=token_ids,
             logprobs=np.full(one.num_sampled, self._script.logprob, dtype=np.float32),
             versions=self._versions(one, wrong=self.faults.claims_wrong_version(at)),
             finish_reason=reason,
@@ -358,9 +360,6 @@ class SimulatedBatch:
             decode_s=(at - first_token_at) / self._time_scale,
         )
         self._finished.append((at, one, generation))
-
-    def _tokens(self, one: SimulatedRequest) -> np.ndarray:
-        return self._script.tokens(one.request, one.plan, one.num_sampled)
 
     def _versions(self, one: SimulatedRequest, *, wrong: bool) -> np.ndarray:
         versions = np.full(one.num_sampled, self.version + wrong, dtype=np.int32)

@@ -62,13 +62,14 @@ class PrefixKV:
             self._openings.popitem(last=False)
         return Reuse(0, 0)
 
-    def keep(self, trajectory_id: str, token_ids: np.ndarray) -> None:
-        """Keep the KV of a history (all of ``token_ids``) for the trajectory's next turn."""
+    def keep(self, trajectory_id: str, history: np.ndarray, sampled: np.ndarray) -> None:
+        """Keep the KV of a history and what was sampled behind it for the trajectory's next turn."""
         if self._mode == "off":
             return
         self.release(trajectory_id)
-        self._kept[trajectory_id] = _Kept(len(token_ids), _fingerprint(token_ids))
-        self.num_tokens += len(token_ids)
+        num_tokens = len(history) + len(sampled)
+        self._kept[trajectory_id] = _Kept(num_tokens, hash(history.tobytes() + sampled.tobytes()))
+        self.num_tokens += num_tokens
         if len(self._kept) > _NUM_HISTORIES:
             self.release(next(iter(self._kept)))
 

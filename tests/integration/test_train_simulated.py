@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.server import prefect_server
 from flows.train import train
 from resources.object_store import ObjectStore
 from resources.runs import find_run, iterations
@@ -61,12 +62,13 @@ def test_a_simulated_run_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         training={"backend": "simulated", "simulated": shared},
         evaluation={"num_episodes": 4, "before": False},
     )
-    summary = train(config)
+    with prefect_server():
+        summary = train(config)
+        assert_stages_ran_on_their_workers(flow_run_named("train", "simulated"), NUM_ITERATIONS)
 
     store = ObjectStore.open(str(tmp_path / "store"))
     run = find_run(store.url, summary["run_id"])
     assert iterations(run) == list(range(NUM_ITERATIONS))
-    assert_stages_ran_on_their_workers(flow_run_named("train", "simulated"), NUM_ITERATIONS)
     assert WeightStore(store, run.run_id).versions() == list(range(NUM_ITERATIONS + 1))
     rows = read_metrics(run.folder())
     transfer_s = 2 * NUM_PARAMETERS / LOAD_BYTES_PER_S / SCALE

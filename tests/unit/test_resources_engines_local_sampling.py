@@ -9,7 +9,7 @@ import torch
 from resources.engines.base import SamplingParams
 from resources.engines.config import check_sampling
 from resources.engines.local_sampling import sample_tokens
-from resources.engines.noise import uniform_noise
+from resources.engines.noise import uniform_at, uniform_noise
 
 
 def sample(logits: list[list[float]], temperature: float, noise: list[float], greedy: bool = False):
@@ -59,6 +59,7 @@ def test_noise_depends_on_seed_and_position_only() -> None:
     grid = uniform_noise(np.repeat(seeds, 100), np.tile(positions, 8)).reshape(8, 100)
     assert len(np.unique(grid)) == 800
     assert uniform_noise(seeds[3:4], positions[41:42])[0] == grid[3, 41]
+    assert [uniform_at(int(seed), 7) for seed in seeds] == grid[:, 7].tolist()
     assert uniform_noise(seeds[::-1], np.full(8, 7, dtype=np.uint64)).tolist() == grid[::-1, 7].tolist()
 
 
