@@ -84,4 +84,4 @@ def test_a_simulated_run_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert worker["proxy"]["num_rerouted"] > 0
     sampled = trajectory_rows(store, run.run_id)
     assert max(max(versions) for versions in sampled["token_versions"].to_pylist()) <= NUM_ITERATIONS
-    assert set(summary["success_after"]) == {"one", "two"}
+    assert set(summary["success_after"]) == {"one", "two", "mean"}
