@@ -15,11 +15,13 @@ BUILT_IN = {
 }
 ADAPTERS = {
     "gymnasium": "resources.environments.adapters.gymnasium_text:GymnasiumText",
+    "openenv": "resources.environments.adapters.openenv_remote:OpenEnvEnvironment",
     "reasoning_gym": "resources.environments.adapters.reasoning_gym_text:ReasoningGymProblem",
     "skyrl_gym": "resources.environments.adapters.skyrl_gym_text:SkyRLGymText",
     "textarena": "resources.environments.adapters.textarena_games:TextArenaGame",
+    "tool_server": "resources.environments.tools.tool_server:ToolServerEnvironment",
 }
-"""Environments of other libraries; what is played is said by their arguments."""
+"""Environments of other libraries and of servers; what is played is said by their arguments."""
 
 
 def instantiate_named(name: str, arguments: Mapping[str, Any]) -> Any:

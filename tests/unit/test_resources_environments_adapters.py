@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import importlib.util
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import yaml
 from gymnasium import spaces
 
 from resources.environments.adapters.global_random import GlobalRandom
@@ -20,6 +22,7 @@ from resources.environments.adapters.packages import import_optional
 from resources.environments.adapters.space_text import check_readable, parse_value, plain_text, value_text
 from resources.environments.base import Message, StepOutcome
 from resources.environments.family import FamilyConfig
+from resources.environments.instances import ADAPTERS
 from resources.environments.processes import ChildProcesses
 from resources.environments.registry import make_environment
 from resources.environments.seeds import EVAL_SEEDS_FROM, narrow_seed
@@ -387,3 +390,25 @@ def test_what_skyrl_gym_cannot_play_is_said(arguments: dict[str, Any], message: 
 def test_narrow_seeds_keep_the_splits_apart() -> None:
     seeds: Callable[[int], list[int]] = lambda start: [narrow_seed(start + 7**n) for n in range(20)]  # noqa: E731
     assert max(seeds(0)) < 2**30 <= min(seeds(EVAL_SEEDS_FROM)) and max(seeds(EVAL_SEEDS_FROM)) < 2**31
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
+
+
+def families_of_the_page() -> dict[str, dict[str, Any]]:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return {name: each for block in blocks for name, each in yaml.safe_load(block)["families"].items()}
+
+
+def test_the_page_shows_every_way_to_plug_in() -> None:
+    shown = {each["environment"] for each in families_of_the_page().values()}
+    assert {"gymnasium", "textarena", "reasoning_gym", "openenv", "tool_server", "counting:Counting"} <= shown
+    assert shown - ADAPTERS.keys() == {"counting:Counting"}
+
+
+@pytest.mark.parametrize("name", sorted(families_of_the_page().keys() - {"counting"}))
+def test_the_run_files_of_the_page_make_environments(name: str) -> None:
+    """Names, arguments and their values, as written there; `counting` is played as an example."""
+    config = FamilyConfig.model_validate(families_of_the_page()[name])
+    needs(config.environment)
+    assert make_environment(config).max_turns >= 1
