@@ -28,6 +28,14 @@ def test_waits_that_contradict_each_other_are_refused():
         RolloutConfig(stall_after_s=10.0, stall_limit_s=5.0)
 
 
+def test_a_share_window_needs_room_for_late_groups():
+    assert RolloutConfig(share_window=4).share_slack == 1
+    with pytest.raises(ValidationError, match=r"share_window is 4, .* set rollout.share_window to null, or .* to 1 or"):
+        RolloutConfig(share_window=4, pipeline="synchronous", max_staleness=0)
+    with pytest.raises(ValidationError, match="greater than or equal to 2"):
+        RolloutConfig(share_window=1)
+
+
 def test_unknown_keys_are_errors():
     with pytest.raises(ValidationError, match="max_stalenes"):
         RolloutConfig.model_validate({"max_stalenes": 1})

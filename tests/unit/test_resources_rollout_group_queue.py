@@ -14,7 +14,7 @@ from resources.failures import DeadlineExceeded, FailureClass, InfrastructureFai
 from resources.rewards.base import Score
 from resources.rollout.config import RolloutConfig
 from resources.rollout.group_queue import GroupQueue
-from resources.rollout.lost_groups import SignalLost
+from resources.rollout.lost_groups import GroupsFail, GroupsStale, SignalLost
 from resources.rollout.messages import Assignment, TrajectoryDone, Wait, WorkerReport
 from resources.trajectories.trajectory import TrajectoryRef
 
@@ -656,6 +656,106 @@ def test_a_family_that_has_worked_is_waited_for():
             queue.tick()
             await asyncio.sleep(0)
         await asyncio.wait_for(waiting, 5)
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_redundant_trajectories_are_stopped_at_once_and_counted_by_what_they_had_played():
+    """Two groups of two wanted, three of three started; the slow member and the slow group lose."""
+    lost = {"inline-000000/2", "inline-000001/0", "inline-000001/1", "inline-000001/2"}
+
+    def play(assignment):
+        slow = f"{assignment.group_id}/{assignment.member}" in lost
+        return None if slow else played(assignment, float(assignment.member % 2))
+
+    async def main():
+        queue = make_queue(
+            families(groups_per_iteration=2, redundant_groups=1, redundant_members=1),
+            max_staleness=0, clock=ManualClock(),
+        )  # fmt: skip
+        worker = ScriptedWorker(queue, play=play)
+        await worker.step()
+        assert len(worker.seen) == 9
+        orders = await worker.step()
+        assert {key.removeprefix("run/").rsplit("/", 1)[0] for key, _ in orders.cancels} >= lost, "with the same reply"
+        assert {reason for _, reason in orders.cancels} == {"cancelled_redundant"}
+        stopped = [assignment for assignment in worker.seen if f"{assignment.group_id}/{assignment.member}" in lost]
+        for assignment in stopped:
+            facts = dict(failure=FailureClass.CANCELLED, ref=None, termination="cancelled_redundant", num_turns=4)
+            worker._done.append(played(assignment, 0.25, **facts))
+        await worker.step()
+        batch = await queue.collect(0, 5.0)
+        assert {group.group_id for group in batch.groups} == {"inline-000000", "inline-000002"}
+        assert [len(group.members) for group in batch.groups] == [2, 2]
+        counts = {key.removesuffix("/inline"): value for key, value in batch.counters.items()}
+        assert counts["redundant_groups"] == 1
+        assert counts["cancelled_redundant.length.4"] == 4 and counts["cancelled_redundant.tokens"] >= 4 * 9
+        assert counts["cancelled_redundant.reward_milli"] >= 4 * 250
+        await queue.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "message"),
+    [
+        (2, GroupsFail, r"family 'inline': 3 groups could not get enough scored members, .*last failure: lake is dry"),
+        (None, DeadlineExceeded, "nothing was scored for"),
+    ],
+)
+def test_failed_groups_end_the_wait_with_their_own_cause_or_wait_an_outage_out(limit, error, message):
+    async def driver(queue):
+        with pytest.raises(error, match=message):
+            await queue.collect(0, 30.0)
+
+    queue = make_queue(
+        max_staleness=0, max_member_retries=0, max_reissues=9, max_failed_groups=limit, stall_after_s=0.2,
+        stall_limit_s=0.4,
+    )  # fmt: skip
+    run_with_worker(queue, driver, play=broken)
+
+
+def test_stale_groups_end_the_wait_with_their_own_cause():
+    async def main():
+        queue = make_queue(families(group_size=1), max_staleness=1, max_stale_groups=1)
+        worker = ScriptedWorker(queue, play=lambda assignment: None)
+        await worker.step()
+        for number, assignment in enumerate(worker.seen):
+            report = WorkerReport("w0", 100, sampled=((assignment.trajectory_id, 0),))
+            await queue.exchange(report)
+            assert number < 2
+        await queue.version_loaded(1)
+        await queue.version_loaded(2)
+        with pytest.raises(GroupsStale, match=r"2 groups were beyond the staleness bound .*max_stale_groups \(1\)"):
+            await queue.collect(2, 5.0)
+        await queue.close()
+
+    asyncio.run(main())
+
+
+def test_a_late_group_does_not_hold_the_batch_within_a_share_window():
+    both = {
+        name: families(groups_per_iteration=2)["inline"].model_copy(update={"environment": name})
+        for name in ("fast", "slow")
+    }
+
+    async def main():
+        queue = make_queue(both, max_staleness=1, share_window=2)
+        worker = ScriptedWorker(
+            queue, play=lambda a: None if a.group_id in ("slow-000001", "slow-000002", "slow-000003") else played(a)
+        )
+        for _ in range(3):
+            await worker.step()
+        batch = await queue.collect(0, 5.0)
+        assert [group.group_id for group in batch.groups] == [
+            "fast-000000",
+            "fast-000001",
+            "fast-000002",
+            "slow-000000",
+        ]
+        with pytest.raises(DeadlineExceeded, match=r"slow lacks 3 of 3 groups"):
+            await queue.collect(1, 0.02)
         await queue.close()
 
     asyncio.run(main())

@@ -200,6 +200,21 @@ def test_turns_stay_on_the_engine_that_holds_the_prefix_and_new_ones_go_where_th
     play(main)
 
 
+def test_members_of_a_group_may_land_on_different_engines():
+    """A group is no unit of placement: its members fill what is free, wherever that is."""
+
+    async def main():
+        engines = [ScriptedEngine(name, capacity=4) for name in ("e0", "e1")]
+        bench = Bench({"c": [(engine.name, engine) for engine in engines]})
+        await asyncio.gather(*(bench.proxy.generate(request(90 + i), "c") for i in range(2)))  # learns the credits
+        members = [request(member, trajectory=f"run/lake-000000/{member}/0") for member in range(8)]
+        generations = await asyncio.gather(*(bench.proxy.generate(member, "c") for member in members))
+        assert sorted(generation.engine for generation in generations) == ["e0"] * 4 + ["e1"] * 4
+        await bench.proxy.close()
+
+    play(main)
+
+
 def test_an_error_goes_to_another_engine_with_the_tokens_already_sampled():
     """Token-level re-routing: 3 tokens of version 4 on one engine, 5 of version 5 on the other; none is sampled
     twice."""
