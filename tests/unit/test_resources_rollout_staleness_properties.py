@@ -184,6 +184,20 @@ class World(RuleBasedStateMachine):
                 self.finish(trajectory_id, reward, False, None, self.gate.version)
 
     @precondition(lambda self: self.running)
+    @rule(data=st.data(), late=st.integers(0, 2))
+    def an_iteration_goes_by(self, data, late):
+        """All that runs goes well, but for a few groups of one family; batch and load follow if they can."""
+        name = data.draw(st.sampled_from(sorted(self.families)))
+        held = set(list(self.gate.families[name].running)[:late])
+        for trajectory_id in list(self.running):
+            start = self.running[trajectory_id][0]
+            if trajectory_id not in self.stopping and start.group_id not in held:
+                self.finish(trajectory_id, float(start.member == 0), False, None, self.gate.version)
+        self.the_learner_asks()
+        if self.gate.version <= self.learner and self.asked is None:
+            self.weights_are_loaded()
+
+    @precondition(lambda self: self.running)
     @rule(data=st.data(), failure=st.sampled_from([FailureClass.ENVIRONMENT, FailureClass.ENGINE, FailureClass.POLICY]))
     def fails(self, data, failure):
         trajectory_id = data.draw(st.sampled_from(sorted(self.running)))
