@@ -2,8 +2,8 @@
 
 The convention: episode seeds are 63-bit integers. Train seeds lie below 2**62, eval seeds at or above it, so no
 evaluation episode is ever trained on, whatever the indices. Within one run the indices of a family count its groups
-(train) or its evaluation episodes (eval). Families with few distinct problems (``guess_number`` has seven) repeat
-problems, never seeds.
+(train; with ``num_prompts`` they name the prompts of its pool) or its evaluation episodes (eval). Families with few
+distinct problems (``guess_number`` has seven) repeat problems, never seeds (without a pool).
 """
 
 from __future__ import annotations

@@ -184,17 +184,19 @@ class World(RuleBasedStateMachine):
                 self.finish(trajectory_id, reward, False, None, self.gate.version)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), late=st.integers(0, 2))
-    def an_iteration_goes_by(self, data, late):
-        """All that runs goes well, but for a few groups of one family; batch and load follow if they can."""
+    @rule(data=st.data(), late=st.integers(0, 2), sampled_at_start=st.booleans(), is_loaded=st.booleans())
+    def an_iteration_goes_by(self, data, late, sampled_at_start, is_loaded):
+        """All that runs goes well, but for a few groups of one family; the batch follows if it can. The load may not:
+        then the learner is ahead of the engines."""
         name = data.draw(st.sampled_from(sorted(self.families)))
         held = set(list(self.gate.families[name].running)[:late])
         for trajectory_id in list(self.running):
             start = self.running[trajectory_id][0]
             if trajectory_id not in self.stopping and start.group_id not in held:
-                self.finish(trajectory_id, float(start.member == 0), False, None, self.gate.version)
+                version = self.started_at[trajectory_id] if sampled_at_start else self.gate.version
+                self.finish(trajectory_id, float(start.member == 0), False, None, version)
         self.the_learner_asks()
-        if self.gate.version <= self.learner and self.asked is None:
+        if is_loaded and self.gate.version <= self.learner and self.asked is None:
             self.weights_are_loaded()
 
     @precondition(lambda self: self.running)
