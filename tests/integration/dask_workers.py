@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from distributed import Client
+from distributed import Client, Nanny
 
 from resources.pools.cluster import attach
 from tests.integration.stack_processes import TrainProcess
@@ -53,8 +53,18 @@ class Workers:
         ]
         return self._client.run(function, workers=[address])[address]
 
+    def take_away(self, name: str) -> None:
+        """End a worker and its nanny: no other one takes its place."""
+        self._client.run_on_scheduler(_close_nanny, name=name)
+
     def kill(self, name: str) -> int:
         """SIGKILL; returns the pid that it had."""
         pid = self.pids()[name]
         os.kill(pid, signal.SIGKILL)
         return pid
+
+
+def _close_nanny(dask_scheduler: Any, name: str) -> None:
+    """Nannies of an embedded cluster live in its scheduler's process."""
+    (nanny,) = [each for each in Nanny._instances if each.name == name]
+    dask_scheduler.loop.add_callback(nanny.close)

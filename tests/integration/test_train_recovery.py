@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WAIT_S = 300.0
 """Longest wait for a run's next iterations, on a machine that is busy with other things."""
-NUM_ITERATIONS = 9
 
 
 @dataclass
@@ -47,6 +46,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         num_iterations=10_000,
         evaluation={"before": False, "after": False},
         rollout={"length_finish": "step", "engine_cooldown_s": 0.5},
+        recovery={"replacement_wait_s": 20.0},
     )
     told = Story(ObjectStore.open(str(store)))
     with train_process(fields, folder / "files", driver_environment(state), "--verbose") as driver:
@@ -56,7 +56,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             for name in ("cpu-0", "compute-0"):
                 told.killed_after[name] = len(recorded_iterations(store))
                 workers.kill(name)
-                wait_for_iterations(driver, store, told.killed_after[name] + 2)
+                wait_for_iterations(driver, store, told.killed_after[name] + 1)
             # The learner dies while it trains: a batch is taken, and not yet recorded.
             done = len(recorded_iterations(store))
             wait_for(
@@ -67,7 +67,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             )
             told.killed_after["learner-0"] = done
             workers.kill("learner-0")
-            wait_for_iterations(driver, store, done + 3)
+            wait_for_iterations(driver, store, done + 2)
+            # A class loses its only worker for good: the other engine class stands in.
+            workers.take_away("compute-0")
+            wait_for(
+                "a fallback", lambda: driver.assert_runs() and "stand in for it until one comes" in driver.output, 60
+            )
+            wait_for_iterations(driver, store, len(recorded_iterations(store)) + 1)
             workers.kill("control-0")
             told.exit_code = driver.wait(60)
         told.output = driver.output
@@ -82,17 +88,25 @@ def wait_for_iterations(driver: TrainProcess, store: Path, number: int) -> None:
     )
 
 
-def test_every_role_was_rebuilt_once(story: Story) -> None:
+def test_every_role_was_rebuilt(story: Story) -> None:
     rows = read_metrics(find_run(story.store.url, story.run_id).folder())
     last = rows[-1]
     assert {role: last[f"restarts/{role}"] for role in ("environment", "engine", "learner")} == {
         "environment": 1,
-        "engine": 1,
+        "engine": 2,
         "learner": 1,
     }, story.output
     assert rows[0]["restarts/engine"] == 0
     (worker,) = last["workers"]
     assert worker["worker_id"] == "rollout-0-r1"
+
+
+def test_a_class_without_workers_falls_back_and_says_so(story: Story) -> None:
+    """S20."""
+    assert "No worker of class 'compute' came to host engine-compute-0 within 20 s" in story.output
+    last = read_metrics(find_run(story.store.url, story.run_id).folder())[-1]
+    (worker,) = last["workers"]
+    assert worker["proxy"]["num_fallbacks"]["compute->bandwidth"] > 0
 
 
 def test_nothing_is_trained_twice_and_no_iteration_is_missing(story: Story) -> None:
