@@ -11,7 +11,7 @@ Who waits for whom. Rollouts are no stage: they go on beside all of this, under 
 | record         | control | metrics, queue state  | nothing                         | a resume behind it           |
 | evaluate       | control | held-out episodes     | their end: no load before it    | the switch to v + 2          |
 
-An asynchronous run plays two iterations at once: v + 1 begins when batch v is collected (`flows.turns`).
+An asynchronous or one-off run plays two iterations at once: v + 1 begins when batch v is collected (`flows.turns`).
 """
 
 from __future__ import annotations

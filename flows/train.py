@@ -60,7 +60,7 @@ def _train(config: RunConfig, run: RunRef, point: ResumePoint | None) -> dict[st
     report = RunReport(run, config)
     before, after = read_evaluation(run, 0, config.evaluation), None
     with (
-        Iterations(overlap=config.rollout.pipeline == "asynchronous") as iterations,
+        Iterations(overlap=config.rollout.pipeline != "synchronous") as iterations,
         run_pools(config.pools, state_dir()) as pools,
         RunProgress(list(config.families), last, first) as progress,
     ):
