@@ -1,8 +1,8 @@
 """Two iterations at once: when may an iteration begin, when may it use the learner, and when the engines?
 
 The learner need not stand idle while iteration v switches the engines and records what it measured: batch v + 1 was
-sampled under versions that the staleness bound allows already. So a run that is not synchronous lets iteration v + 1 begin
-early, and two iterations hand over to each other:
+sampled under versions that the staleness bound allows already. So a run that is not synchronous lets iteration v + 1
+begin early, and two iterations hand over to each other:
 
 | iteration v + 1              | waits for, of iteration v                                      |
 |------------------------------|----------------------------------------------------------------|
