@@ -41,7 +41,7 @@ class Workers:
     def pids(self) -> dict[str, int]:
         """Worker process by name (``cpu-0``)."""
         names = {address: str(worker["name"]) for address, worker in self._client.scheduler_info()["workers"].items()}
-        found = self._client.run(os.getpid, workers=list(names), on_error="ignore")
+        found: Any = self._client.run(os.getpid, workers=list(names), on_error="ignore")
         return {names[address]: pid for address, pid in found.items()}
 
     def run(self, function: Callable[..., Any], name: str) -> Any:
@@ -51,7 +51,8 @@ class Workers:
             for address, worker in self._client.scheduler_info()["workers"].items()
             if str(worker["name"]) == name
         ]
-        return self._client.run(function, workers=[address])[address]
+        answers: Any = self._client.run(function, workers=[address])
+        return answers[address]
 
     def take_away(self, name: str) -> None:
         """End a worker and its nanny: no other one takes its place."""
