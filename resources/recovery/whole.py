@@ -25,7 +25,7 @@ def wait_until_whole(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RunActors:
-    """The run's actors, as soon as learner, group queue and all engines that are registered live.
+    """The run's actors, as soon as learner, group queue and at least one engine live.
 
     Raises:
         InfrastructureFailure: the run's supervisor has given up; says why.
@@ -36,8 +36,10 @@ def wait_until_whole(
         actors = find(service_id)
         if FAILURE in actors.facts:
             raise InfrastructureFailure(actors.facts[FAILURE])
-        needed = [handle for handle in actors.handles() if handle not in actors.rollout_workers]
-        missing = [handle for handle in needed if not lives(handle)]
+        missing = [each for each in (actors.learner, actors.queue) if each is not None and not lives(each)]
+        engines = [each for of_class in actors.engines.values() for each in of_class]
+        if not any(lives(each) for each in engines):
+            missing += engines
         if not missing:
             return actors
         if clock() - start >= timeout_s:

@@ -20,6 +20,8 @@ from tests.integration.stack_runs import recorded_iterations, small_fields, trai
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+KNOWN_WITHIN_S = 5.0
+"""S6."""
 WAIT_S = 300.0
 """Longest wait for a run's next iterations, on a machine that is busy with other things."""
 
@@ -55,7 +57,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         with workers_of(state, driver) as workers:
             for name in ("cpu-0", "compute-0"):
                 told.killed_after[name] = len(recorded_iterations(store))
+                before = driver.output.count("was lost: its worker is gone")
                 workers.kill(name)
+                wait_for(
+                    f"the loss of {name} to be known",
+                    lambda before=before: driver.output.count("was lost: its worker is gone") > before,
+                    KNOWN_WITHIN_S,
+                )
                 wait_for_iterations(driver, store, told.killed_after[name] + 1)
             # The learner dies while it trains: a batch is taken, and not yet recorded.
             done = len(recorded_iterations(store))

@@ -223,3 +223,5 @@ def test_waiting_for_a_whole_run_ends_when_it_is_whole_or_names_what_is_missing(
     assert now[0] == 0.5, "a rollout worker is not waited for"
     with pytest.raises(DeadlineExceeded, match=r"waited 10 s .* still missing: actor learner \(Actor on w-learner\)$"):
         wait_until_whole("run", 10.0, find=lambda _: actors, lives=lambda e: e not in dead, clock=clock, sleep=sleep)
+    with pytest.raises(DeadlineExceeded, match=r"still missing: actor engine-compute-0 "):
+        wait_until_whole("run", 10.0, find=lambda _: actors, lives=lambda e: e != room.engine, clock=clock, sleep=sleep)
