@@ -1,0 +1,123 @@
+"""Which actors does a run have, who can stand in for whom, and from what is each built again?"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+import flows.plane
+from flows.config import RunConfig
+from flows.plane import _Crew
+from resources.hardware import HardwareClass
+from resources.pools.actors import ActorHandle
+from resources.pools.registry import RunActors
+from resources.runs import RunRef
+
+
+class WrittenWorkers:
+    """A client as far as `workers_by_class` goes: two workers of every class that the quickstart names."""
+
+    def scheduler_info(self):
+        classes = ("compute", "bandwidth", "learner", "cpu", "control")
+        return {
+            "workers": {
+                f"tcp://{name}-{index}": {"name": f"{name}-{index}", "resources": {name: 1}}
+                for name in classes
+                for index in range(2)
+            }
+        }
+
+
+class WrittenBuilders:
+    """Remembers what it was asked to build."""
+
+    def __init__(self) -> None:
+        self.built: list[tuple[Any, ...]] = []
+        self.prepared: list[tuple[str, str]] = []
+
+    def prepare(self, worker, role):
+        self.prepared.append((worker, role))
+
+    def _handle(self, name, worker, *facts):
+        self.built.append((name, worker, *facts))
+        return ActorHandle(name, "Actor", f"{name}-{len(self.built)}", worker, "tcp://scheduler")
+
+    def learner(self, worker, model_directory, version):
+        return self._handle("learner", worker, version)
+
+    def engine(self, worker, hardware_class, index, version):
+        return self._handle(f"engine-{hardware_class}-{index}", worker, version)
+
+    def queue(self, worker, point, num_batches):
+        return self._handle("control", worker, num_batches)
+
+    def rollout_worker(self, worker, name, queue, engines):
+        return self._handle(name, worker, {key: [each.name for each in of] for key, of in engines.items()})
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch) -> tuple[_Crew, RunActors, WrittenBuilders]:
+    monkeypatch.setattr(flows.plane, "call_sync", lambda actor, method, *arguments, timeout_s: 7)
+    config = RunConfig(store=str(tmp_path), num_iterations=9)
+    build = WrittenBuilders()
+    run = RunRef(run_id="run", store_url=config.store)
+    serving = {name: name for name in config.pools.classes}
+    crew = _Crew(cast(Any, WrittenWorkers()), cast(Any, build), run, config, serving)
+    actors = crew.start("model", None)
+    crew.actors = lambda: actors
+    return crew, actors, build
+
+
+def test_one_engine_and_one_rollout_worker_on_each_worker_of_their_classes(started):
+    crew, actors, _ = started
+    hosts = {seat.name: handle.worker for seat, handle in crew.seats.items()}
+    assert hosts == {
+        "learner": "tcp://learner-0",
+        "control": "tcp://control-0",
+        **{f"engine-{name}-{i}": f"tcp://{name}-{i}" for name in ("compute", "bandwidth") for i in range(2)},
+        **{f"rollout-{i}": f"tcp://cpu-{i}" for i in range(2)},
+    }
+    assert {handle.name for handle in actors.handles()} == set(hosts)
+
+
+def test_who_stands_in_for_whom(started):
+    """Engines of the class and of its fallbacks, the other rollout workers; nobody for learner and queue."""
+    crew, _, _ = started
+    stand_ins = {seat.name: set(seat.stand_ins) for seat in crew.seats}
+    assert stand_ins["engine-compute-0"] == {"engine-compute-1", "engine-bandwidth-0", "engine-bandwidth-1"}
+    assert stand_ins["rollout-0"] == {"rollout-1"}
+    assert stand_ins["learner"] == stand_ins["control"] == set()
+    assert sorted(crew.rebuild) == sorted(name for name in stand_ins if name != "control")
+
+
+def test_engines_of_a_class_without_fallback_have_only_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(flows.plane, "call_sync", lambda actor, method, *arguments, timeout_s: 7)
+    pools = RunConfig().pools
+    alone = pools.model_copy(update={"classes": {**pools.classes, "compute": HardwareClass(role="engine")}})
+    config = RunConfig(store=str(tmp_path)).model_copy(update={"pools": alone})
+    serving = {name: name for name in config.pools.classes}
+    run = RunRef(run_id="run", store_url=config.store)
+    crew = _Crew(cast(Any, WrittenWorkers()), cast(Any, WrittenBuilders()), run, config, serving)
+    crew.start("model", None)
+    (seat,) = [seat for seat in crew.seats if seat.name == "engine-compute-0"]
+    assert seat.stand_ins == ("engine-compute-1",)
+
+
+def test_what_each_is_built_again_from(started):
+    crew, _, build = started
+    build.built.clear()
+    folder = crew.run.folder()
+    for version in (3, 4):
+        folder.put_json(f"checkpoints/v{version:06d}/state.json", {})
+    folder.put(f"checkpoints/v{5:06d}/model.safetensors", b"half a checkpoint")
+    crew.rebuild["learner"]("tcp://new", 1)
+    crew.rebuild["engine-compute-1"]("tcp://new", 1)
+    crew.rebuild["rollout-0"]("tcp://new", 2)
+    engines = {name: [f"engine-{name}-{i}" for i in range(2)] for name in ("bandwidth", "compute")}
+    assert build.built == [
+        ("learner", "tcp://new", 4),
+        ("engine-compute-1", "tcp://new", 7),
+        ("rollout-0-r2", "tcp://new", engines),
+    ]
+    assert build.prepared == [("tcp://new", role) for role in ("learner", "engine", "environment")]
