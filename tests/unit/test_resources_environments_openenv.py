@@ -158,8 +158,8 @@ def on_server(request: pytest.FixtureRequest) -> Callable[[Callable[[str], Await
 
 
 async def episode(environment: Environment, seed: int, actions: list[str]) -> tuple[list[Message], list[StepOutcome]]:
-    opening = await environment.reset(seed)
     try:
+        opening = await environment.reset(seed)
         return opening, [await environment.step(action) for action in actions]
     finally:
         await environment.close()

@@ -146,6 +146,7 @@ class OpenEnvEnvironment:
                     return await self._exchange("reset", reset)
                 except EnvironmentFailure as failure:
                     troubles.append(failure)
+            await self.close()
             is_late = asyncio.get_running_loop().time() >= end
             if is_late or not all(isinstance(trouble, _Full) for trouble in troubles):
                 raise EnvironmentFailure(f"no OpenEnv server took the episode: {'; '.join(map(str, troubles))}")
