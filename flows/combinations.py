@@ -12,6 +12,7 @@ from resources.engines.config import check_sampling
 from resources.environments.family import FamilyConfig
 from resources.rollout.curriculum import InformativePrompts, make_curriculum
 from resources.rollout.policy_files import read_context_length
+from tasks.training.plugins import GROUP_ESTIMATORS
 
 _FAMILY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _RESERVED_NAMES = ("mean",)
@@ -43,6 +44,7 @@ def check_combinations(config: RunConfig) -> None:
                 f"{context_length} tokens in all; lower it, or raise engine.context_length (or policy.context_length)"
             )
     _check_curriculum(config)
+    _check_training_families(config)
     _check_embedded_workers(config)
     _check_determinism(config)
 
@@ -83,10 +85,24 @@ def _check_verdict(name: str, family: FamilyConfig) -> None:
 
 
 def _check_signal(name: str, family: FamilyConfig, config: RunConfig) -> None:
-    if family.group_size < 2 and config.training.advantage.estimator == "grpo":
+    own = config.training.families.get(name)
+    where, advantage = "training.advantage", config.training.advantage
+    if own is not None and own.advantage is not None:
+        where, advantage = f"training.families.{name}.advantage", own.advantage
+    if family.group_size < 2 and advantage.estimator in GROUP_ESTIMATORS:
         raise ValueError(
-            f"families.{name}.group_size is {family.group_size}, but training.advantage.estimator 'grpo' compares the "
-            "members of a group with each other: nothing would ever be learned; set group_size to 2 or more"
+            f"families.{name}.group_size is {family.group_size}, but {where}.estimator {advantage.estimator!r} "
+            "compares the members of a group with each other: nothing would ever be learned; set group_size to 2 or "
+            "more"
+        )
+
+
+def _check_training_families(config: RunConfig) -> None:
+    unknown = sorted(config.training.families.keys() - config.families.keys())
+    if unknown:
+        raise ValueError(
+            f"training.families has the names {unknown}, which are no task families of the run; allowed: "
+            f"{sorted(config.families)}. Correct the name, or add the family to families"
         )
 
 

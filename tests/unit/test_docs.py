@@ -23,6 +23,7 @@ from resources.rollout.gate_counters import batch_counters, gauges
 from resources.rollout.messages import Batch
 from resources.rollout.staleness import StalenessGate
 from tasks.rollout.batch_metrics import batch_metrics
+from tasks.training.algorithm_config import AdvantageConfig, CorrectionConfig, CriticConfig
 from tasks.training.config import LossConfig
 from tests.unit.test_tasks_training_learner import make_batch, make_learner
 from tests.unit.test_tasks_training_model import make_model_directory
@@ -268,7 +269,8 @@ def gate_metrics() -> set[str]:
 
 @pytest.fixture(scope="module")
 def learner_metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """What updates of both losses measure, a skipped one and one with older tokens included."""
+    """What updates measure: of several losses, with corrections and a critic, a skipped one and one with older tokens
+    included."""
     directory = make_model_directory(tmp_path_factory.mktemp("model"))
     names: set[str] = set()
     for loss in ("ppo_clip", "decoupled"):
@@ -278,6 +280,11 @@ def learner_metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         older = make_batch(1, sampled_under=0)
         names |= set(learner.update([*rows[:8], *older[8:]], 1).metrics)
         names |= set(learner.update([], 2).metrics)
+    for changes in (
+        {"loss": LossConfig(name="kimi"), "corrections": (CorrectionConfig(name="m2po"),)},
+        {"advantage": AdvantageConfig(estimator="gae"), "critic": CriticConfig()},
+    ):
+        names |= set(make_learner(directory, **changes).update(make_batch(0), 0).metrics)
     return names
 
 

@@ -18,6 +18,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {f"{LAKE}.group_size": 1},
         r"frozen_lake.group_size is 1, .* 'grpo' .* set group_size to 2 or more",
     ),
+    "a group of one under the estimator of its family": (
+        {
+            f"{LAKE}.group_size": 1,
+            "training.advantage.estimator": "reinforce_plus_plus",
+            "training.families": {"frozen_lake": {"advantage": {"estimator": "rloo"}}},
+        },
+        r"frozen_lake.group_size is 1, but training.families.frozen_lake.advantage.estimator 'rloo'",
+    ),
+    "an algorithm for a family that is not there": (
+        {"training.families": {"frozen_lak": {"weight": 2.0}}},
+        r"training.families has the names \['frozen_lak'\], .* allowed: \['calculator', .*Correct the name",
+    ),
     "nucleus sampling": ({f"{LAKE}.top_p": 0.9}, r"families.frozen_lake: top_p is 0.9; only 1.0 is allowed"),
     "top-k sampling": ({f"{LAKE}.top_k": 5}, r"families.frozen_lake: top_k is 5; only 0"),
     "nothing to judge": (
@@ -84,6 +96,11 @@ def test_what_cannot_work_is_refused(case: str) -> None:
 def test_what_works_is_let_through() -> None:
     check_combinations(RunConfig())
     check_combinations(with_overrides(RunConfig(), {"pools.classes.compute.num_workers": 0}))  # bandwidth stands in
+    alone = {
+        f"{LAKE}.group_size": 1,
+        "training.families": {"frozen_lake": {"advantage": {"estimator": "reinforce_plus_plus"}}},
+    }
+    check_combinations(with_overrides(RunConfig(), alone))
     standing = {"pools.classes.learner.num_workers": 0, "pools.address": "tcp://127.0.0.1:8786"}
     check_combinations(with_overrides(RunConfig(), standing))
     check_combinations(with_overrides(RunConfig(), {"deterministic": True}))

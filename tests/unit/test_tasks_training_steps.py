@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,15 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tasks.training.algorithm_config import CorrectionConfig, FamilyTrainingConfig
 from tasks.training.algorithms import Algorithms
 from tasks.training.config import LossConfig, TrainingConfig
 from tasks.training.forward import PolicyForward
 from tasks.training.losses.base import LossInputs, TokenLosses
 from tasks.training.model import load_policy
-from tasks.training.normalisers import Normaliser, family_token_mean, sequence_mean, token_mean
+from tasks.training.normalisers import Normaliser, build_normaliser, family_token_mean, sequence_mean, token_mean
 from tasks.training.objective import Objective
 from tasks.training.optimizer import build_optimizer
 from tasks.training.packing import PackableSequence
+from tasks.training.plugins import LOSSES, NORMALISERS
 from tasks.training.steps import NonFiniteUpdate, TrainableRows, UpdateSteps
 from tests.unit.test_tasks_training_model import make_model_directory
 from tests.unit.test_tasks_training_row import VOCABULARY
@@ -37,6 +40,11 @@ def model(directory: Path) -> PreTrainedModel:
     return load_policy(directory, "packed", "cpu")
 
 
+@pytest.fixture(scope="module")
+def padded_model(directory: Path) -> PreTrainedModel:
+    return load_policy(directory, "padded", "cpu")
+
+
 def random_rows(seed: int, lengths: Sequence[int], families: Sequence[str], temperature: float = 0.8) -> TrainableRows:
     rng = np.random.default_rng(seed)
     sequences = []
@@ -49,8 +57,10 @@ def random_rows(seed: int, lengths: Sequence[int], families: Sequence[str], temp
         families=list(families),
         advantages_RT=[np.full(length, rng.normal(), np.float32) for length in lengths],
         behaviour_RT=[rng.uniform(-5, -1, length).astype(np.float32) for length in lengths],
-        versions_RT=[np.zeros(length, np.int32) for length in lengths],
+        versions_RT=[rng.integers(0, 4, length).astype(np.int32) for length in lengths],
         num_families=len(set(families)),
+        version=3,
+        rewards_R=[float(rng.integers(0, 2)) for _ in lengths],
     )
 
 
@@ -105,34 +115,106 @@ def test_a_step_equals_a_separate_float64_computation(directory: Path, model: Pr
     assert float((gradient_of(model).double() - expected).abs().max()) < 1e-6
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LOSS_CONFIGS = [
+    *(LossConfig(name=name) for name in LOSSES),
+    LossConfig(name="ppo_clip", ratio_to="proximal", dual_clip=1.5, entropy_coefficient=0.1),
+    LossConfig(name="decoupled", behaviour_weight_level="sequence_mean"),
+    LossConfig(name="decoupled", proximal="loglinear"),
+    LossConfig(name="topr", behaviour_weight_level="sequence_sum"),
+]
+MASKS = (CorrectionConfig(name="m2po"), CorrectionConfig(name="staleness_mask", max_staleness=2))
+WEIGHTS = (CorrectionConfig(name="truncated_weight", level="sequence_mean"), CorrectionConfig(name="ratio_mask"))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(2, 24), min_size=1, max_size=8),
     budget=st.integers(1, 80),
-    normalise=st.sampled_from([token_mean, sequence_mean, family_token_mean]),
-    loss=st.sampled_from(["ppo_clip", "decoupled"]),
+    layout=st.sampled_from(["packed", "padded"]),
+    normaliser=st.sampled_from(sorted(NORMALISERS)),
+    loss=st.sampled_from(LOSS_CONFIGS),
+    other_loss=st.sampled_from([None, *LOSS_CONFIGS]),
+    corrections=st.sampled_from([(), MASKS, WEIGHTS]),
     seed=st.integers(0, 5),
 )
-def test_loss_and_gradient_do_not_depend_on_the_split(
-    model: PreTrainedModel, lengths: list[int], budget: int, normalise: Normaliser, loss: str, seed: int
+def test_loss_and_gradient_do_not_depend_on_split_or_packing(
+    model: PreTrainedModel,
+    padded_model: PreTrainedModel,
+    lengths: list[int],
+    budget: int,
+    layout: Literal["packed", "padded"],
+    normaliser: str,
+    loss: LossConfig,
+    other_loss: LossConfig | None,
+    corrections: tuple[CorrectionConfig, ...],
+    seed: int,
 ) -> None:
+    """Every loss and denominator, alone and beside another family's, in one micro-batch and in many, packed and
+    padded."""
+    if corrections is WEIGHTS:
+        loss = loss.model_copy(update={"name": "policy_gradient"})
     rows = random_rows(seed, lengths, ["maze" if i % 3 else "sums" for i in range(len(lengths))])
     results = []
-    for max_tokens in (10_000, budget):
-        steps = steps_over(
-            rows,
-            model,
-            normalise,
-            max_tokens_per_microbatch=max_tokens,
-            loss=LossConfig(name=loss, behaviour_weight_level="sequence_mean"),
-        )
+    for max_tokens, used, used_layout in (
+        (10_000, model, "packed"),
+        (budget, *other_model(layout, model, padded_model)),
+    ):
+        config = {
+            "normaliser": normaliser,
+            "fixed_length_tokens": 16,
+            "max_tokens_per_microbatch": max_tokens,
+            "layout": used_layout,
+            "loss": loss,
+            "corrections": corrections,
+            "families": {"sums": FamilyTrainingConfig(loss=other_loss, weight=2.0)}
+            if corrections is not WEIGHTS
+            else {},
+        }
+        steps = steps_over(rows, used, build_normaliser(TrainingConfig(**config)), **config)
+        corrected = steps.prepare_corrections()
         sums, value, _ = steps.accumulate_gradient(range(len(lengths)), at_start=True)
-        results.append((value, gradient_of(model), sums.read()))
+        results.append((value, gradient_of(used), {**sums.read(), **corrected}))
     (whole, gradient, metrics), (split, split_gradient, split_metrics) = results
     assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
     assert float((gradient - split_gradient).abs().max()) <= 1e-6
+    assert metrics.keys() == split_metrics.keys()
     for name, value in metrics.items():
         assert split_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+def other_model(layout, model: PreTrainedModel, padded_model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
+    return (model, "packed") if layout == "packed" else (padded_model, "padded")
+
+
+def test_a_correction_masks_without_inflating_the_rest(model: PreTrainedModel) -> None:
+    """Masked tokens leave the loss and stay in the denominator; they are counted under the first cause."""
+    rows = random_rows(2, [9, 14], ["maze", "maze"])
+    loss, strict = LossConfig(name="policy_gradient"), CorrectionConfig(name="staleness_mask", max_staleness=1)
+    steps = steps_over(rows, model, token_mean, loss=loss, corrections=(strict, strict))
+    metrics = steps.prepare_corrections()
+    trained = [sequence.trained for sequence in rows.sequences]
+    stale = [3 - versions[mask] > 1 for versions, mask in zip(rows.versions_RT, trained, strict=True)]
+    num_stale, num_tokens = (sum(int(each.sum()) for each in many) for many in (stale, trained))
+    assert 0 < metrics["tokens/masked/staleness_mask"] == num_stale < num_tokens
+    assert metrics["correction/weight"] == pytest.approx(1 - num_stale / num_tokens)
+    _, value, _ = steps.accumulate_gradient([0, 1], at_start=True)
+    expected = sum(
+        -float(advantages[0]) * float(logprobs[~old].sum())
+        for advantages, logprobs, old in zip(
+            rows.advantages_RT, (steps.start_logprobs[0].numpy(), steps.start_logprobs[1].numpy()), stale, strict=True
+        )
+    )
+    assert value == pytest.approx(expected / num_tokens, rel=1e-5)
+
+
+def test_m7_both_sequence_weights_are_logged_whichever_is_used(model: PreTrainedModel) -> None:
+    rows = random_rows(2, [9, 14], ["maze", "maze"])
+    loss = LossConfig(name="policy_gradient")
+    for level in ("sequence_sum", "sequence_mean"):
+        corrections = (CorrectionConfig(name="truncated_weight", level=level, high=0.1),)
+        metrics = steps_over(rows, model, token_mean, loss=loss, corrections=corrections).prepare_corrections()
+        assert metrics["correction/weight"] <= 0.1 + 1e-6
+        assert metrics["behaviour_weight/sequence_sum"] != metrics["behaviour_weight/sequence_mean"]
 
 
 class FixedLoss:
