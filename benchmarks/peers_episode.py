@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from resources.environments.base import Environment, Message
 from resources.environments.family import FamilyConfig
@@ -20,6 +20,8 @@ class Outcome:
     success: bool
     num_turns: int
     num_sampled_tokens: int
+    components: dict[str, float] = field(default_factory=dict)
+    """Named parts of the reward."""
 
 
 class Episode:
@@ -31,7 +33,9 @@ class Episode:
         self.over = False
         self._scorer = scorer or resolve_scorer(family.scorer, family.scorer_arguments)
         self._environment: Environment | None = None
-        self._reward = 0.0
+        self.turn_rewards: list[float] = []
+        """Inline reward of each step so far."""
+        self._components: dict[str, float] = {}
         self._success: bool | None = None
         self._num_turns = 0
         self._num_invalid = 0
@@ -46,7 +50,9 @@ class Episode:
         assert self._environment is not None and not self.over, (self.name, self.over)
         step = await self._environment.step(action)
         self._num_turns += 1
-        self._reward += step.reward
+        self.turn_rewards.append(step.reward)
+        for name, value in step.components.items():
+            self._components[name] = self._components.get(name, 0.0) + value
         self._num_invalid += step.invalid_action
         self._success = step.success if step.success is not None else self._success
         self.over = step.terminated or step.truncated or self._num_turns >= self._environment.max_turns
@@ -56,7 +62,7 @@ class Episode:
         """Judge the episode and close it. An episode cut by the context limit is judged as it stands."""
         assert self._environment is not None, self.name
         payload = self._environment.judgement()
-        reward, success = self._reward, bool(self._success)
+        reward, success, components = sum(self.turn_rewards), bool(self._success), self._components
         if payload is not None and self._scorer.runs == "pool":
             score = self._scorer.score(
                 ScoringRequest(
@@ -69,6 +75,6 @@ class Episode:
                 )
             )
             assert score.reward is not None, score.failure_message
-            reward, success = score.reward, bool(score.success)
+            reward, success, components = score.reward, bool(score.success), score.components
         await self._environment.close()
-        return Outcome(self.name, reward, success, self._num_turns, num_sampled_tokens)
+        return Outcome(self.name, reward, success, self._num_turns, num_sampled_tokens, dict(components))

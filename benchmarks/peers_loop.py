@@ -26,7 +26,7 @@ from resources.engines.config import EngineConfig
 from resources.environments.seeds import episode_seed, sampling_seed
 from resources.policy.chat_format import ChatFormat
 from resources.rewards.scorers import ResolvedScorer, resolve_scorer
-from tasks.training.row import TrainingRow
+from tasks.training.row import TrainingRow, TurnSpan
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +66,7 @@ class Players:
         logprobs: list[np.ndarray] = []
         versions: list[np.ndarray] = []
         masks: list[np.ndarray] = []
+        spans: list[tuple[int, int, int]] = []
 
         def append(ids: np.ndarray, logprob: np.ndarray, version: np.ndarray, sampled: bool) -> None:
             tokens.append(ids)
@@ -92,6 +93,7 @@ class Players:
             turn = await self._engine.generate(GenerateRequest(request_id, trajectory_id, history, sampling, seed))
             assert turn.error is None, turn.error
             append(turn.token_ids, turn.logprobs, turn.versions, True)
+            spans.append((spans[-1][2] if spans else 0, len(history), len(history) + len(turn.token_ids)))
             observation = await episode.act(self._chat.decode_action(turn.token_ids))
             if not episode.over:
                 observe(self._chat.continuation(observation, int(turn.token_ids[-1])))
@@ -109,6 +111,8 @@ class Players:
             group_id=seat.group_id,
             rollout_id=trajectory_id,
             trajectory_id=trajectory_id,
+            turns=tuple(TurnSpan(*span, reward) for span, reward in zip(spans, episode.turn_rewards, strict=True)),
+            reward_components=outcome.components,
         )
         return row, outcome
 

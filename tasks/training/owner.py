@@ -10,6 +10,7 @@ from resources.trajectories.batch import read_batch
 from resources.trajectories.store import read_trajectories
 from resources.weights.store import WeightStore
 from tasks.training.config import TrainingConfig
+from tasks.training.pool_components import PoolComponents
 from tasks.training.rows import generation_seconds, training_rows
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class LearnerActor:
             threads=threads,
             total_updates=num_updates,
         )
+        needs_components = self.learner.algorithms.needs_components
+        self._pool_components = PoolComponents(self.folder) if needs_components else None
         self.version = 0
         if resume_version is not None:
             self.learner.restore(self.folder, checkpoint_prefix(resume_version))
@@ -64,7 +67,8 @@ class LearnerActor:
         batch = read_batch(self.run.root(), self.run.run_id, version)
         members = [member for group in batch.groups for member in group.members]
         trajectories = read_trajectories(self.run.root(), [member.ref for member in members])
-        rows = training_rows(batch, trajectories)
+        components = None if self._pool_components is None else self._pool_components.of_batch(batch)
+        rows = training_rows(batch, trajectories, components)
         read_s = time.perf_counter() - started
         report = self.learner.update(rows, version, num_families=self.num_families, max_staleness=self.max_staleness)
         self.version = version + 1

@@ -23,7 +23,7 @@ from resources.rollout.gate_counters import batch_counters, gauges
 from resources.rollout.messages import Batch
 from resources.rollout.staleness import StalenessGate
 from tasks.rollout.batch_metrics import batch_metrics
-from tasks.training.algorithm_config import AdvantageConfig, CorrectionConfig, CriticConfig
+from tasks.training.algorithm_config import AdvantageConfig, CorrectionConfig, CriticConfig, KLConfig
 from tasks.training.config import LossConfig
 from tests.unit.test_tasks_training_learner import make_batch, make_learner
 from tests.unit.test_tasks_training_model import make_model_directory
@@ -283,6 +283,7 @@ def learner_metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     for changes in (
         {"loss": LossConfig(name="kimi"), "corrections": (CorrectionConfig(name="m2po"),)},
         {"advantage": AdvantageConfig(estimator="gae"), "critic": CriticConfig()},
+        {"kl": KLConfig(coefficient=0.1)},
     ):
         names |= set(make_learner(directory, **changes).update(make_batch(0), 0).metrics)
     return names

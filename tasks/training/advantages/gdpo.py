@@ -27,7 +27,7 @@ class GDPO:
         self.config = config
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        if inputs.penalty_RT is not None:
+        if any(inputs.penalty_of_row(index) for index in range(len(inputs.rows))):
             raise ValueError(
                 "training.kl.place is 'reward', which gdpo cannot use: the penalty is no component of the reward; set "
                 "it to 'loss'"
