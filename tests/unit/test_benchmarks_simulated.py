@@ -15,15 +15,20 @@ from flows.opening import check_inputs
 
 @pytest.mark.parametrize("stepping", ["trajectory", "batch"])
 def test_every_trajectory_is_played_to_its_end(tmp_path: Path, stepping: str) -> None:
-    took = asyncio.run(rollout_async.play(tmp_path, 8, 4, 1.0, stepping, seed=3))
-    lower, _ = rollout_async.bounds(8, 4, 1.0, seed=3)
+    setting = rollout_async.Setting("", slots=4, engine_slots=4096, scale=100.0)
+    took = asyncio.run(rollout_async.play(tmp_path, setting, 8, 1.0, stepping, seed=3))
+    lower, _ = rollout_async.bounds(setting, 8, 1.0, seed=3)
     assert took >= lower, "nothing ends before the bound: the latencies are really waited for"
 
 
 def test_bounds_are_those_of_the_latencies() -> None:
-    lower, upper = rollout_async.bounds(6, 2, 0.0, seed=0)
     one = rollout_async.TURNS * (rollout_async.LATENCY_S + rollout_async.GENERATION_S)
+    lower, upper = rollout_async.bounds(rollout_async.Setting("", 2, 1000, 1.0), 6, 0.0, seed=0)
     assert (lower, upper) == (pytest.approx(3 * one), pytest.approx(4 * one))
+    lower, _ = rollout_async.bounds(rollout_async.Setting("", 6, 1, 1.0), 120, 0.0, seed=0)
+    assert lower == pytest.approx(20 * one), "slots of environments are what is short"
+    lower, _ = rollout_async.bounds(rollout_async.Setting("", 120, 1, 1.0), 120, 0.0, seed=0)
+    assert lower == pytest.approx(120 * 10.0), "the engine is"
     draws = [draw_latency(seed, turn, 10.0, 10.0) for seed in range(50) for turn in range(10)]
     assert min(draws) == 0.0 and max(draws) > 30.0 and len(set(draws)) > 400
     assert draw_latency(3, 4, 10.0, 2.0) == draw_latency(3, 4, 10.0, 2.0)
