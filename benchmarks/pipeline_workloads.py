@@ -1,23 +1,26 @@
 """The work of the pipeline benchmark, and what physics allows: environments that wait, a learner that takes T seconds.
 
 Times are 1/100 of the ones they stand for: a step of 0.35 s is one of 35 s. R is the time in which a batch is generated
-when all of it runs at once (its slowest trajectory); G is the mean over groups (the slowest member of each).
+(its slowest trajectory), different for each; G is the mean over groups (the slowest member of each).
 
-| pipeline            | seconds an iteration takes, at least |
-|---------------------|--------------------------------------|
-| synchronous         | R + T                                |
-| one_off             | max(R, T)                            |
-| asynchronous, alpha | max(T, (G + T) / (alpha + 1))        |
+| pipeline            | seconds an iteration takes on average, at least |
+|---------------------|-------------------------------------------------|
+| synchronous         | mean R + T                                      |
+| one_off             | mean of max(R, T)                               |
+| asynchronous, alpha | max(T, (G + T) / (alpha + 1))                   |
 
 The last one is Little's law: admission lets ``(alpha + 1) x groups`` be under way or wait for their version, and each
-is for at least its own G and the update that trains on it. For latencies that hardly vary, G = R.
+is for at least its own G and the update that trains on it. With latencies that hardly vary it can be reached; with long
+tails it cannot, since a batch needs a number of groups at one moment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 from resources.environments.base import Message, StepOutcome
 
@@ -52,13 +55,13 @@ class Pipeline:
     def name(self) -> str:
         return f"asynchronous, alpha {self.max_staleness}" if self.pipeline == "asynchronous" else self.pipeline
 
-    def bound_s(self, rollout_s: float, group_s: float, training_s: float) -> float:
-        """Seconds of an iteration at least; see the module."""
+    def bound_s(self, rollouts_s: Sequence[float], group_s: float, training_s: float) -> float:
+        """Seconds of an iteration at least, given R of each batch; see the module."""
         match self.pipeline:
             case "synchronous":
-                return rollout_s + training_s
+                return mean(rollouts_s) + training_s
             case "one_off":
-                return max(rollout_s, training_s)
+                return mean(max(rollout_s, training_s) for rollout_s in rollouts_s)
             case _:
                 return max(training_s, (group_s + training_s) / (self.max_staleness + 1))
 

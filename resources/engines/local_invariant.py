@@ -2,9 +2,9 @@
 however it was batched, cut into pieces or found in the prefix cache.
 
 Floating-point sums depend on their order, and matrix products choose theirs by the shape of the whole product. So rows
-run through the layers in blocks of a fixed number of rows, padded, and each row attends alone, over keys and values of
-exactly its own length. A step costs as much as its blocks: about as much as an ordinary one when many requests run, and
-three to four times as much in a prefill.
+run through the layers in blocks of a fixed number of rows, padded, and each row attends as a query of its own, over a
+number of keys that its position implies. On one core, with the quickstart's policy, a step of 64 single tokens takes
+1.7 times as long as without, one of a single token 2.2 times, a prefill of 800 tokens 3.6 times.
 
 That a block's rows are computed alike is a property of the machine's kernels, so `check_invariance` tries it out before
 the engine serves.
@@ -13,6 +13,7 @@ the engine serves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from resources.engines.local_weights import FusedWeights
 ROWS = 32
 """Rows of a block. A multiple of what two vector registers hold (32 float32), so that element-wise kernels have no
 remainder, which they compute with other instructions."""
+SPAN = 64
+"""A row looks at a multiple of so many keys, the later ones masked: how many depends on its own position only, and rows
+that look at equally many share a call."""
 
 
 class InvariantForward(LocalForward):
@@ -70,8 +74,7 @@ class InvariantForward(LocalForward):
         bases = slots * (len(self._head_offsets) * self.context_length) + positions
         cache_rows = self.to_device((bases[:, None] + self._head_offsets).reshape(-1))
         rotation = self._rotation[self.to_device(positions)]
-        places = list(zip(slots[:num_rows].tolist(), (positions[:num_rows] + 1).tolist(), strict=True))
-        kv_heads = self.layout.num_kv_heads
+        calls = self._plan(slots[:num_rows], positions[:num_rows])
         x = F.embedding(self.to_device(token_ids), weights.embedding)
         last = self.layout.num_layers - 1
         for index, layer in enumerate(weights.layers):
@@ -80,13 +83,47 @@ class InvariantForward(LocalForward):
                 return None
             cache = self.cache[index]
             attended = torch.zeros_like(queries)
-            for row, (slot, length) in enumerate(places):
-                attended[row] = F.scaled_dot_product_attention(
-                    queries[row, None], cache[None, slot, :kv_heads, :length], cache[None, slot, kv_heads:, :length],
-                    scale=1.0,
-                )[0]  # fmt: skip
+            for call in calls:
+                self._attend(call, queries, cache, attended)
             x = self._finish_layer(layer, x, attended)
         return torch.mm(self._normalise(x), weights.head)
+
+    def _plan(self, slots: np.ndarray, positions: np.ndarray) -> list[_Call]:
+        """Neighbouring rows share a call when they look at equally many keys, of one slot or of slots in a row."""
+        lengths = np.minimum((positions // SPAN + 1) * SPAN, self.context_length)
+        calls: list[_Call] = []
+        first = 0
+        for row in range(1, len(slots) + 1):
+            if row < len(slots) and lengths[row] == lengths[first]:
+                steps = np.diff(slots[first : row + 1])
+                if (steps == 0).all() or (steps == 1).all():
+                    continue
+            length = int(lengths[first])
+            hidden = self.positions[:length] > self.to_device(positions[first:row])[:, None]
+            bias = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf)[:, None, None]
+            calls.append(_Call(first, row, int(slots[first]), int(slots[row - 1]) + 1, length, bias))
+            first = row
+        return calls
+
+    def _attend(self, call: _Call, queries: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        kv_heads, num_rows = self.layout.num_kv_heads, call.end - call.start
+        kv = cache[call.low : call.high, :, : call.length].expand(num_rows, -1, -1, -1)
+        out[call.start : call.end] = F.scaled_dot_product_attention(
+            queries[call.start : call.end], kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=call.bias, scale=1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Rows ``start .. end`` of a block attend over the first ``length`` keys of slots ``low .. high``: one slot for all
+    of them, or one each. ``bias`` is [rows, 1, 1, length]."""
+
+    start: int
+    end: int
+    low: int
+    high: int
+    length: int
+    bias: torch.Tensor
 
 
 def sample_tokens_in_blocks(
