@@ -1,8 +1,18 @@
 """The group queue: an actor that hands out trajectories, hears how they ended, and gives the learner its batches.
 
 It joins the staleness gate (what may start, what may be trained), the dispatcher (who plays it) and the evaluation
-lane, and holds references only: a few hundred bytes a trajectory. Every method is a coroutine on the event loop of
-the worker that hosts the actor; the one thing that blocks, looking for reward results, runs in a thread.
+lane, and holds references only: a few hundred bytes a trajectory. Here are the waits; what follows from a report, a
+score or a loss is in queue_events.py.
+
+| who waits        | for what                            | until, at the latest                                   |
+|------------------|-------------------------------------|--------------------------------------------------------|
+| a rollout worker | orders                              | the stay that it asked for                             |
+| the learner      | its batch                           | the stage's timeout; `stall_limit_s` without a score   |
+| a load           | what its pipeline samples before it | the same                                               |
+| an evaluation    | its episodes                        | the stage's timeout                                    |
+
+Every method is a coroutine on the event loop of the worker that hosts the actor; the one thing that blocks, looking for
+reward results, runs in a thread.
 """
 
 from __future__ import annotations
@@ -10,43 +20,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from resources.environments.family import FamilyConfig
 from resources.environments.seeds import episode_seed, prompt_order, sampling_seed
-from resources.failures import DeadlineExceeded, FailureClass, InfrastructureFailure
+from resources.failures import DeadlineExceeded, InfrastructureFailure
 from resources.rewards.base import Score
 from resources.rollout.config import RolloutConfig
-from resources.rollout.dispatch import Dispatcher, Lane
+from resources.rollout.dispatch import Dispatcher
 from resources.rollout.evaluation_lane import EvaluationLane
-from resources.rollout.gate_events import (
-    BatchRequested,
-    Cancel,
-    Event,
-    FirstSampled,
-    MemberDone,
-    Opened,
-    ScoreArrived,
-    ScoreOverdue,
-    Start,
-    TakeBatch,
-    TooManyLost,
-    TrajectoryLost,
-    VersionLoaded,
-)
-from resources.rollout.handover import never_played
+from resources.rollout.gate_events import BatchRequested, Opened, VersionLoaded
 from resources.rollout.lost_groups import error_of
-from resources.rollout.messages import Assignment, Batch, BatchGroup, Orders, TrajectoryDone, WorkerReport
-from resources.rollout.missing_work import describe_missing_batch, describe_missing_episodes
+from resources.rollout.messages import Batch, BatchGroup, Orders, WorkerReport
+from resources.rollout.queue_events import QueueEvents
 from resources.rollout.reward_results import ResultReader, open_reward_results
 from resources.rollout.staleness import StalenessGate
-
-NOT_THE_FAMILYS = (FailureClass.CANCELLED, FailureClass.INFRASTRUCTURE)
-"""Failures that say nothing about a family: its circuit breaker does not count them."""
-NUM_LOG_RECORDS = 200
-"""Lines kept for the log until `stats` drains them."""
 
 
 class GroupQueue:
@@ -76,7 +65,6 @@ class GroupQueue:
         self.run_id = run_id
         self._families = dict(families)
         self._config = config
-        self._seed = seed
         self._clock = clock
         self._gate = StalenessGate(
             run_id,
@@ -93,46 +81,43 @@ class GroupQueue:
             retry_backoff_s=config.retry_backoff_s,
             breaker_failures=config.breaker_failures,
         )
-        self._lane = EvaluationLane(
+        lane = EvaluationLane(
             run_id,
             secrets.token_hex(3),
             max_retries=config.max_member_retries,
             episode_seed=lambda of, family, index: episode_seed(of, family, index, "eval"),
-            sampling_seed=lambda of, name, attempt: sampling_seed(of, name, 0, self._seeded(attempt)),
+            sampling_seed=lambda of, name, attempt: sampling_seed(of, name, 0, 0 if config.deterministic else attempt),
+        )
+        self._changed = asyncio.Event()
+        self._worker_wakes: dict[str, asyncio.Event] = {}
+        self._events = QueueEvents(
+            run_id,
+            self._families,
+            config,
+            seed,
+            gate=self._gate,
+            dispatcher=self._dispatcher,
+            lane=lane,
+            clock=clock,
+            on_change=self._wake_all,
         )
         needs_pool = any(family.scorer != "environment" for family in self._families.values())
         self._reader = ResultReader(
-            reward_results or (open_reward_results(store_url, run_id) if needs_pool else list), self._log
+            reward_results or (open_reward_results(store_url, run_id) if needs_pool else list), self._events.log
         )
-        self._score_due: dict[str, tuple[float, str]] = {}
-        """When the score of each trajectory that awaits one is overdue, and the trajectory's family."""
-        for trajectory_id in self._gate.awaiting_score():
-            self._expect_score(trajectory_id, self._gate.seats[trajectory_id][0].family)
-        self._last_batch: Batch | None = None
         self._failure: str | None = None
-        self._too_many_lost: TooManyLost | None = None
-        self._last_progress = clock()
-        self._last_failures: dict[str, str] = {}
-        """What was last wrong in each family that ever failed."""
-        self._changed = asyncio.Event()
-        self._worker_wakes: dict[str, asyncio.Event] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
-        self._log_records: deque[str] = deque(maxlen=NUM_LOG_RECORDS)
-        self._apply(Opened())
+        self._events.apply(Opened())
 
     # -- rollout workers ---------------------------------------------------------------------------------------------
 
     async def exchange(self, report: WorkerReport, wait_s: float = 0.0) -> Orders:
         """Take a worker's report; answer with its orders: at once when there are any, else within ``wait_s``."""
         self._ensure_running()
-        known = report.worker_id in self._dispatcher.workers
-        if not known and report.held is None:
+        if report.worker_id not in self._dispatcher.workers and report.held is None:
             return Orders(resync=True)  # it was taken for lost; its results since then are not waited for
-        self._take_report(report)
-        if not known:
-            self._log(f"rollout worker {report.worker_id} reports; it plays up to {report.capacity} trajectories")
-            self._wake_all()  # shares change
+        self._events.report(report)
         deadline = self._clock() + wait_s
         wake = self._worker_wakes.setdefault(report.worker_id, asyncio.Event())
         while not self._closing:
@@ -148,7 +133,7 @@ class GroupQueue:
 
     async def worker_lost(self, worker_id: str, reason: str = "its process has ended") -> None:
         """A supervisor knows that a rollout worker is gone: play its trajectories elsewhere."""
-        self._lose_worker(worker_id, reason)
+        self._events.lose_worker(worker_id, reason)
 
     async def worker_blocked(self, worker_id: str, trajectory_id: str, message: str) -> None:
         """The event loop of a rollout worker stands still; ``trajectory_id``: whose environment does it, if any does.
@@ -156,55 +141,12 @@ class GroupQueue:
         That one has failed by its environment's doing. The others of the worker go on when it does, or are played again
         when it is taken for lost.
         """
-        self._log(f"rollout worker {worker_id}: {message}")
-        record = self._dispatcher.workers.get(worker_id)
-        if record is None:
-            return
-        record.blocked = message
-        culprit = record.held.get(trajectory_id)
-        if culprit is not None:
-            record.cancels.append((trajectory_id, "preempted"))
-            self._take_done(never_played(culprit, message, FailureClass.ENVIRONMENT))
+        self._events.worker_blocked(worker_id, trajectory_id, message)
 
     async def fail(self, reason: str) -> None:
         """A supervisor knows that no batch can come any more: waits for batches and evaluations end with the reason."""
         self._failure = reason
         self._wake_all()
-
-    def _take_report(self, report: WorkerReport) -> None:
-        record = self._dispatcher.heard(report.worker_id, report.capacity, self._clock())
-        record.waiting = {wait.trajectory_id: wait for wait in report.waiting}
-        for line in report.log:
-            self._log(f"{report.worker_id}: {line}")
-        for trajectory_id, version in report.sampled:
-            if not self._lane.owns(trajectory_id):
-                self._apply(FirstSampled(trajectory_id, version))
-        for done in report.done:
-            self._take_done(done)
-        if report.held is not None:
-            held = set(report.held)
-            for trajectory_id in self._dispatcher.never_arrived(report.worker_id, held):
-                self._lose_trajectory(trajectory_id, "the orders that carried it were lost")
-            for trajectory_id in self._dispatcher.unknown_to_us(report.worker_id, held):
-                record.cancels.append((trajectory_id, "preempted"))
-
-    def _take_done(self, done: TrajectoryDone) -> None:
-        failed = done.failure is not None and not done.failure.is_scored
-        if done.trajectory_id in self._gate.seats or self._lane.owns(done.trajectory_id):
-            if done.failure not in NOT_THE_FAMILYS:
-                failure = done.failure_message if failed else None
-                self._dispatcher.note_outcome(done.trajectory_id, done.family, failure, self._clock())
-            if failed:
-                self._log(f"{done.trajectory_id} failed ({done.failure}): {done.failure_message}")
-                self._last_failures[done.family] = done.failure_message
-        self._dispatcher.ended(done.trajectory_id)
-        if self._lane.owns(done.trajectory_id):
-            self._add_again(self._lane.done(done))
-            self._wake_all()
-        else:
-            self._apply(MemberDone(done))
-        if done.awaits_score and self._awaits_score(done.trajectory_id):
-            self._expect_score(done.trajectory_id, done.family)
 
     # -- the learner's side ------------------------------------------------------------------------------------------
 
@@ -221,22 +163,28 @@ class GroupQueue:
         start = self._clock()
         stalled = False
         while True:
-            if self._last_batch is not None and self._last_batch.version == version:
-                return self._last_batch
+            batch = self._events.last_batch
+            if batch is not None and batch.version == version:
+                return batch
             changed = self._changed
-            self._apply(BatchRequested(version))
-            if self._last_batch is not None and self._last_batch.version == version:
-                return self._last_batch
+            self._events.apply(BatchRequested(version))
+            batch = self._events.last_batch
+            if batch is not None and batch.version == version:
+                return batch
             self._check_usable()
             now = self._clock()
             self._check_hope(version, now)
-            quiet = now - max(start, self._last_progress)
+            quiet = now - max(start, self._events.last_progress)
             if now - start >= collect_timeout_s:
-                raise DeadlineExceeded(f"batch {version} is not complete after {now - start:.0f} s: {self._missing()}")
+                raise DeadlineExceeded(
+                    f"batch {version} is not complete after {now - start:.0f} s: {self._events.missing()}"
+                )
             if quiet >= self._config.stall_limit_s:
-                raise DeadlineExceeded(f"batch {version}: nothing was scored for {quiet:.0f} s: {self._missing()}")
+                raise DeadlineExceeded(
+                    f"batch {version}: nothing was scored for {quiet:.0f} s: {self._events.missing()}"
+                )
             if quiet >= self._config.stall_after_s and not stalled:
-                self._log(f"batch {version}: nothing was scored for {quiet:.0f} s: {self._missing()}")
+                self._events.log(f"batch {version}: nothing was scored for {quiet:.0f} s: {self._events.missing()}")
             stalled = quiet >= self._config.stall_after_s
             await _happens(changed, min(start + collect_timeout_s - now, self._config.stall_after_s, 1.0))
 
@@ -253,11 +201,11 @@ class GroupQueue:
             changed = self._changed
             self._check_usable()
             now = self._clock()
-            quiet = now - max(start, self._last_progress)
+            quiet = now - max(start, self._events.last_progress)
             if now - start >= load_timeout_s or quiet >= self._config.stall_limit_s:
                 raise DeadlineExceeded(
                     f"version {version} waits for its load since {now - start:.0f} s, and nothing was scored for "
-                    f"{quiet:.0f} s: {self._missing()}"
+                    f"{quiet:.0f} s: {self._events.missing()}"
                 )
             await _happens(changed, min(start + load_timeout_s - now, 1.0))
         return self._clock() - start
@@ -265,7 +213,7 @@ class GroupQueue:
     async def version_loaded(self, version: int) -> None:
         """Every engine serves ``version``: groups beyond the bound are evicted, new ones start."""
         self._ensure_running()
-        self._apply(VersionLoaded(version))
+        self._events.apply(VersionLoaded(version))
 
     async def evaluate(
         self, episodes: Mapping[str, int], seed: int, evaluate_timeout_s: float, greedy: bool = False
@@ -278,25 +226,18 @@ class GroupQueue:
         unknown = sorted(set(episodes) - set(self._families))
         if unknown:
             raise ValueError(f"episodes names the families {unknown}; this run has {sorted(self._families)}")
-        evaluation, assignments = self._lane.open(episodes, seed, greedy)
-        for assignment in assignments:
-            self._dispatcher.add(assignment, "eval", self._clock())
-        self._wake_all()
+        evaluation = self._events.open_evaluation(episodes, seed, greedy)
         start = self._clock()
         try:
             while evaluation.missing():
                 self._check_usable()
                 waited = self._clock() - start
                 if waited >= evaluate_timeout_s:
-                    missing = describe_missing_episodes(
-                        evaluation, self._dispatcher, self._last_failures, self._score_wait
-                    )
+                    missing = self._events.missing_episodes(evaluation)
                     raise DeadlineExceeded(f"the evaluation is not complete after {waited:.0f} s: {missing}")
                 await _happens(self._changed, min(evaluate_timeout_s - waited, 1.0))
         finally:
-            for trajectory_id in self._lane.abandon(evaluation):
-                self._dispatcher.cancel(trajectory_id, "preempted")
-                self._score_due.pop(trajectory_id, None)
+            self._events.abandon(evaluation)
         return evaluation.results()
 
     async def serving_version(self) -> int:
@@ -305,41 +246,11 @@ class GroupQueue:
 
     async def stats(self) -> dict[str, Any]:
         """JSON-able figures; ``log_records`` holds what is new since the last call."""
-        log_records, now = await self.take_log(), self._clock()
-        return {
-            "version": self._gate.version,
-            "next_batch": self._gate.next_batch,
-            "num_queued": self._dispatcher.num_queued(),
-            "num_awaiting_score": len(self._score_due),
-            "num_ignored": self._gate.num_ignored,
-            "families": {
-                name: {
-                    "running": len(family.running),
-                    "complete": len(family.complete),
-                    "waiting": len(family.waiting),
-                    "accepted": self._gate.accepted(name),
-                    "cursor": family.cursor,
-                    "counts": dict(family.counts),
-                }
-                for name, family in self._gate.families.items()
-            },
-            "workers": {
-                worker_id: {
-                    "held": len(record.held),
-                    "capacity": record.capacity,
-                    "silent_s": round(now - record.last_heard, 3),
-                }
-                for worker_id, record in self._dispatcher.workers.items()
-            },
-            "breakers": {name: breaker.stats() for name, breaker in sorted(self._dispatcher.breakers.items())},
-            "log_records": log_records,
-        }
+        return {**self._events.stats(), "log_records": await self.take_log()}
 
     async def take_log(self) -> list[str]:
         """Lines for people since the last call."""
-        lines = list(self._log_records)
-        self._log_records.clear()
-        return lines
+        return self._events.take_log()
 
     async def snapshot(self) -> dict[str, Any]:
         """JSON-able state for a resume: cursors, open and unconsumed groups, counters."""
@@ -355,125 +266,19 @@ class GroupQueue:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._reader.close()
 
-    # -- scores, losses, deadlines -----------------------------------------------------------------------------------
-
     def tick(self) -> None:
-        """What time alone brings: lost workers, overdue scores, retries whose pause is over."""
-        now = self._clock()
-        for worker_id in self._dispatcher.silent(now):
-            blocked = self._dispatcher.workers[worker_id].blocked
-            self._lose_worker(worker_id, blocked or f"not heard of for {self._config.worker_timeout_s:g} s")
-        for trajectory_id in [key for key, (due, _) in self._score_due.items() if due <= now]:
-            _, family = self._score_due.pop(trajectory_id)
-            message = (
-                f"no score of {trajectory_id} came within its deadline and {self._config.score_grace_s:g} s of grace"
-            )
-            self._log(message)
-            self._last_failures[family] = message
-            if self._lane.awaits_score(trajectory_id):
-                self._take_score(Score(trajectory_id, "", "", None))
-            else:
-                self._apply(ScoreOverdue(trajectory_id, message))
-        if self._dispatcher.release(now):
-            self._wake_all()
-
-    def _take_score(self, score: Score) -> None:
-        due = self._score_due.pop(score.trajectory_id, None)
-        # A verdict may have a message too (what the tests said): only what has no reward is no verdict.
-        if score.reward is None and score.failure_message:
-            self._log(f"{score.trajectory_id} was not scored: {score.failure_message}")
-            if due is not None:
-                self._last_failures[due[1]] = score.failure_message
-        if self._lane.awaits_score(score.trajectory_id):
-            self._add_again(self._lane.scored(score))
-            self._wake_all()
-        else:
-            self._apply(ScoreArrived(score))
-
-    def _awaits_score(self, trajectory_id: str) -> bool:
-        return self._lane.awaits_score(trajectory_id) or self._gate.awaits_score(trajectory_id)
-
-    def _expect_score(self, trajectory_id: str, family: str) -> None:
-        due = self._clock() + self._families[family].score_deadline_s + self._config.score_grace_s
-        self._score_due[trajectory_id] = (due, family)
-
-    def _lose_worker(self, worker_id: str, reason: str) -> None:
-        lost = self._dispatcher.remove_worker(worker_id)
-        self._log(f"rollout worker {worker_id} is lost ({reason}); {len(lost)} trajectories are played again")
-        for trajectory_id in lost:
-            self._lose_trajectory(trajectory_id, f"worker {worker_id} was lost: {reason}")
-
-    def _lose_trajectory(self, trajectory_id: str, message: str) -> None:
-        self._dispatcher.ended(trajectory_id)
-        if self._lane.owns(trajectory_id):
-            self._add_again(self._lane.failed(trajectory_id))
-            self._wake_all()
-        else:
-            self._apply(TrajectoryLost(trajectory_id, message))
+        """What time alone brings; called periodically by the queue itself."""
+        self._events.tick()
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _apply(self, event: Event) -> None:
-        """Let the gate decide, and carry its decisions out."""
-        # The waits for batches must not wake themselves by asking again.
-        is_request = isinstance(event, BatchRequested)
-        events = [event]
-        while events:
-            event = events.pop()
-            if _is_progress(event):
-                self._last_progress = self._clock()
-            for decision in self._gate.handle(event):
-                match decision:
-                    case Start():
-                        lane: Lane = "retry" if decision.is_retry else "train"
-                        self._dispatcher.add(self._assign(decision), lane, self._clock())
-                    case Cancel(trajectory_id, termination):
-                        if not self._dispatcher.cancel(trajectory_id, termination):
-                            events.append(TrajectoryLost(trajectory_id))
-                    case TakeBatch(version, groups, counters):
-                        self._last_batch = Batch(self.run_id, version, groups, counters)
-                    case TooManyLost():
-                        self._too_many_lost = self._too_many_lost or decision
-        self._wake_all(only_workers=is_request)
-
-    def _assign(self, start: Start) -> Assignment:
-        return Assignment(
-            run_id=self.run_id,
-            family=start.family,
-            group_id=start.group_id,
-            member=start.member,
-            attempt=start.attempt,
-            group_size=start.group_size,
-            seed_env=episode_seed(self._seed, start.family, start.prompt_index, "train"),
-            seed_sampling=sampling_seed(self._seed, start.group_id, start.member, self._seeded(start.attempt)),
-        )
-
-    def _seeded(self, attempt: int) -> int:
-        """What an attempt adds to a sampling seed: a deterministic run plays the same again, whatever had failed."""
-        return 0 if self._config.deterministic else attempt
-
-    def _add_again(self, assignment: Assignment | None) -> None:
-        if assignment is not None:
-            self._dispatcher.add(assignment, "eval", self._clock())
-
-    def _missing(self) -> str:
-        return describe_missing_batch(self._gate, self._dispatcher, self._last_failures, self._score_wait)
-
-    def _score_wait(self, trajectory_id: str) -> str:
-        """What a trajectory whose score is awaited waits for, for people."""
-        if trajectory_id not in self._score_due:
-            return "waits for its score"
-        due, family = self._score_due[trajectory_id]
-        since = self._clock() - (due - self._families[family].score_deadline_s - self._config.score_grace_s)
-        return f"waits for its score from scorer {self._families[family].scorer!r} since {since:.0f} s"
 
     def _check_usable(self) -> None:
         if self._closing:
             raise InfrastructureFailure(f"the group queue of {self.run_id} was closed")
         if self._failure is not None:
             raise InfrastructureFailure(self._failure)
-        if self._too_many_lost is not None:
-            raise error_of(self._too_many_lost, self._config, self._last_failures)
+        if self._events.too_many_lost is not None:
+            raise error_of(self._events.too_many_lost, self._config, self._events.last_failures)
         for task in self._tasks:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 raise InfrastructureFailure(f"the group queue of {self.run_id} broke down") from task.exception()
@@ -495,9 +300,6 @@ class GroupQueue:
         for wake in self._worker_wakes.values():
             wake.set()
 
-    def _log(self, line: str) -> None:
-        self._log_records.append(line)
-
     def _ensure_running(self) -> None:
         """Start the background loops on first use: an actor is constructed where no event loop runs."""
         if not self._tasks and not self._closing:
@@ -511,19 +313,9 @@ class GroupQueue:
     async def _read_scores(self) -> None:
         while True:
             await asyncio.sleep(self._config.reward_poll_s)
-            if self._score_due:
+            if len(self._events.scores):
                 for score in await self._reader.read():
-                    self._take_score(score)
-
-
-def _is_progress(event: Event) -> bool:
-    """Whether something was played or scored. Failures are none: what always fails must not look alive for ever."""
-    match event:
-        case MemberDone(done):
-            return done.failure is None or done.failure.is_scored
-        case ScoreArrived(score):
-            return score.reward is not None
-    return False
+                    self._events.score(score)
 
 
 async def _happens(event: asyncio.Event, timeout_s: float) -> bool:
