@@ -457,3 +457,29 @@ def test_a_family_without_a_critic_beside_one_with(directory: Path) -> None:
 def test_kl_is_off_unless_asked_for() -> None:
     assert not any(each.needs_reference for each in Algorithms(TrainingConfig()).all)
     assert all(each.needs_reference for each in Algorithms(TrainingConfig(kl=KLConfig(coefficient=0.1))).all)
+
+
+def with_penalties() -> AdvantageInputs:
+    """Reward 1 with 0.1, 0.2 and 0.3 taken at its three tokens; a sibling of reward 0 without any."""
+    rows = [make_row(0, reward=1.0), make_row(1, reward=0.0)]
+    penalties = [np.zeros(12, np.float32) for _ in rows]
+    penalties[0][5:8] = [0.1, 0.2, 0.3]
+    return replace(AdvantageInputs.of(rows), penalty_RT=penalties, values_RT=[np.zeros(12, np.float32) for _ in rows])
+
+
+def test_a_penalty_is_paid_by_its_token_and_those_before_it() -> None:
+    """Returns to go 0.4, 0.5, 0.7 by token; whole rollouts are compared at 0.4."""
+    inputs = with_penalties()
+    to_go = [0.4, 0.5, 0.7]
+    gae = AdvantageConfig(estimator="gae", gae_lambda=1.0)
+    by_gae = Algorithms(TrainingConfig(advantage=gae, critic=CriticConfig())).estimate(inputs)
+    assert by_gae.values_RT[0][5:8].tolist() == pytest.approx(to_go, abs=1e-6)
+    plus_plus = AdvantageConfig(estimator="reinforce_plus_plus")
+    whitened = Algorithms(TrainingConfig(advantage=plus_plus)).estimate(inputs)
+    every = np.array([*to_go, 0.0, 0.0, 0.0])
+    expected = (every - every.mean()) / every.std()
+    assert whitened.values_RT[0][5:8].tolist() == pytest.approx(expected[:3].tolist(), abs=1e-5)
+    by_rollout = Algorithms(TrainingConfig(advantage=AdvantageConfig(estimator="rloo"))).estimate(inputs)
+    assert float(by_rollout.values_RT[0][5]) == pytest.approx(0.4, abs=1e-6)
+    with pytest.raises(ValueError, match=r"training\.kl\.place is 'reward', which gdpo cannot use"):
+        Algorithms(TrainingConfig(advantage=AdvantageConfig(estimator="gdpo"))).estimate(inputs)

@@ -12,7 +12,6 @@ from tasks.training.advantages.base import AdvantageInputs, Advantages
 from tasks.training.advantages.episodes import episode_turns
 from tasks.training.advantages.groups import assemble, group_rows
 from tasks.training.algorithm_config import AdvantageConfig
-from tasks.training.row import TurnSpan
 
 
 class GAE:
@@ -70,24 +69,21 @@ def generalised_advantages(
 
 def token_rewards(inputs: AdvantageInputs, indices: list[int], final_reward: float) -> list[float]:
     """Reward of each sampled token of a rollout, its rows one behind the other."""
+    sampled = {index: inputs.rows[index].loss_mask.nonzero()[0] for index in indices}
+    first: dict[int, int] = {}
     rewards: list[float] = []
-    positions: dict[tuple[int, int], int] = {}
     for index in indices:
-        for t in inputs.rows[index].loss_mask.nonzero()[0].tolist():
-            positions[index, t] = len(rewards)
-            rewards.append(0.0 if inputs.penalty_RT is None else -float(inputs.penalty_RT[index][t]))
-    if any(not inputs.rows[index].turns and inputs.rows[index].loss_mask.any() for index in indices):
+        first[index] = len(rewards)
+        penalty = None if inputs.penalty_RT is None else inputs.penalty_RT[index]
+        rewards += [0.0 if penalty is None else -float(penalty[t]) for t in sampled[index]]
+    if any(not inputs.rows[index].turns and len(sampled[index]) for index in indices):
         rewards[-1] += final_reward
         return rewards
-    turns = episode_turns(inputs, indices, final_reward, "gae")
-    rest = final_reward - sum(turn.span.reward for turn in turns)
-    for turn in turns:
-        rewards[_last_token(positions, turn.row, turn.span)] += turn.span.reward
-    rewards[-1] += rest
+    inline = 0.0
+    for turn in episode_turns(inputs, indices, final_reward, "gae"):
+        # A turn without a token of its own is credited to the token before it, or to the rollout's first.
+        num_before = first[turn.row] + int(np.searchsorted(sampled[turn.row], turn.span.action_end))
+        rewards[max(0, num_before - 1)] += turn.span.reward
+        inline += turn.span.reward
+    rewards[-1] += final_reward - inline
     return rewards
-
-
-def _last_token(positions: dict[tuple[int, int], int], row: int, span: TurnSpan) -> int:
-    """The last sampled token up to the end of a turn; the first of the rollout when there is none before it."""
-    earlier = [place for (index, t), place in positions.items() if (index, t) < (row, span.action_end)]
-    return max(earlier, default=0)
