@@ -52,6 +52,17 @@ class OnLoop:
         return run
 
 
+class HeldQueue:
+    """Answers no worker before all of them are there, so that none has played everything by then."""
+
+    def __init__(self, queue: GroupQueue):
+        self._queue, self.opened = queue, asyncio.Event()
+
+    async def exchange(self, report, wait_s):
+        await self.opened.wait()
+        return await self._queue.exchange(report, wait_s)
+
+
 class RewardThread:
     """One replica: claims, scores, completes."""
 
