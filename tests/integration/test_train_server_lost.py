@@ -18,8 +18,8 @@ from tests.integration.stack_runs import recorded_iterations, small_fields, wait
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WAIT_S = 300.0
-END_S = 120.0
-"""Prefect's clients try some errors again, with pauses, before they give up."""
+END_S = 400.0
+"""Prefect tries each of its last calls again for about a minute: the states of two iterations, and of the run."""
 
 
 @contextmanager
