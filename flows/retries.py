@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import Any
 
 from prefect import Task, get_run_logger
@@ -42,7 +43,9 @@ def run_stage(
         try:
             return stage.submit(run, *arguments).result()
         except InfrastructureFailure as failure:
-            if isinstance(failure, DeadlineExceeded) or attempt == retries:
+            # A cancelled one has no worker to blame: the cluster is closing, or its scheduler is gone.
+            is_loss = not isinstance(failure, DeadlineExceeded) and not isinstance(failure.__cause__, CancelledError)
+            if not is_loss or attempt == retries:
                 raise
             get_run_logger().warning("%s: %s; it is run again", stage.name, failure)
             sleep(PAUSE_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from distributed.client import FutureCancelledError
 
 import flows.retries
 from flows.retries import run_stage
@@ -70,6 +71,15 @@ def test_what_is_no_loss_is_raised_at_once(lines, error):
     with pytest.raises(type(error)):
         attempt(stage)
     assert stage.num_submitted == 1 and not lines
+
+
+def test_a_stage_that_was_cancelled_with_its_cluster_is_not_run_again(lines):
+    """An interrupted run closes its clients under the stages: that must not look like the death of a worker."""
+    failure = InfrastructureFailure("task update could not run")
+    failure.__cause__ = FutureCancelledError("update", "the client was closed")
+    with pytest.raises(InfrastructureFailure):
+        attempt(FailingStage(failure))
+    assert not lines
 
 
 def test_why_the_run_cannot_be_made_whole_is_what_is_raised(lines):
