@@ -121,17 +121,20 @@ def headline_of(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) -> dic
 
 
 def advice(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) -> str:
-    """Which cells the figures support: no collapse, and a mean within one standard error of the best."""
+    """Which cells the figures support: no collapse, and a mean within one standard error of the best. A cell with a
+    single seed says nothing."""
     sentences = []
     for alpha in alphas:
         by_cell = {cell: [run for run in runs if run["cell"] == cell and run["alpha"] == alpha] for cell in CELLS}
-        stable = {cell: done for cell, done in by_cell.items() if done and not any(run["collapsed"] for run in done)}
+        stable = {
+            cell: done for cell, done in by_cell.items() if len(done) > 1 and not any(run["collapsed"] for run in done)
+        }
         if not stable:
             continue
         means = {cell: statistics.mean(run["final_success"] for run in done) for cell, done in stable.items()}
         best = max(means, key=lambda cell: means[cell])
         finals = [run["final_success"] for run in stable[best]]
-        error = statistics.stdev(finals) / len(finals) ** 0.5 if len(finals) > 1 else 0.0
+        error = statistics.stdev(finals) / len(finals) ** 0.5
         level = [cell for cell, mean in means.items() if mean >= means[best] - error]
         verdict = "among them" if DEFAULT in level else "not among them"
         sentences.append(

@@ -36,8 +36,10 @@ def test_rows_are_means_over_seeds_and_count_collapses() -> None:
 
 
 def test_a_cell_that_collapsed_is_never_advised() -> None:
-    assert "best tis (0.820)" in advice(RUNS, [0, 2]) and "the default is not among them" in advice(RUNS, [0])
-    level = [run(DEFAULT, 0, 0.8), run("tis", 0, 0.9), run("tis", 1, 0.72)]
+    collapsed = [run("kimi", seed, 0.9, collapsed=seed == 1) for seed in range(2)]
+    assert "best tis" in advice([run("tis", 0, 0.82), run("tis", 1, 0.81), *collapsed, run(DEFAULT, 0, 0.99)], [0, 2])
+    assert advice(RUNS[2:], [0]) == "", "one seed says nothing"
+    level = [run(DEFAULT, 0, 0.8), run(DEFAULT, 1, 0.8), run("tis", 0, 0.9), run("tis", 1, 0.72)]
     assert advice(level, [0]) == (
         f"alpha 0: best tis (0.810); within its standard error 0.090: {DEFAULT}, tis; the default is among them"
     )
