@@ -105,6 +105,11 @@ class Learner:
         width = int(self.model.config.get_text_config().hidden_size)
         self._critic = None if config.critic is None else Critic(width, config.critic, device)
 
+    @property
+    def needs_components(self) -> bool:
+        """Whether an algorithm wants the named parts of the pool's rewards."""
+        return self.algorithms.needs_components
+
     def update(
         self,
         rows: Sequence[TrainingRow],

@@ -47,7 +47,7 @@ class LearnerActor:
             threads=threads,
             total_updates=num_updates,
         )
-        needs_components = self.learner.algorithms.needs_components
+        needs_components = self.learner.needs_components
         self._pool_components = PoolComponents(self.folder) if needs_components else None
         self.version = 0
         if resume_version is not None:

@@ -29,6 +29,9 @@ FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
 class SimulatedLearner:
     """Owns a version number. One thread at a time."""
 
+    needs_components = False
+    """No algorithm looks at its rewards."""
+
     def __init__(
         self,
         model_directory: str | Path,
