@@ -37,7 +37,9 @@ def written_batches(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(tasks.training.owner, "read_batch", read_batch)
     monkeypatch.setattr(tasks.training.owner, "read_trajectories", lambda store, refs: [])
-    monkeypatch.setattr(tasks.training.owner, "training_rows", lambda batch, rows: make_batch(batch.version))
+    monkeypatch.setattr(
+        tasks.training.owner, "training_rows", lambda batch, rows, components: make_batch(batch.version)
+    )
     monkeypatch.setattr(tasks.training.owner, "generation_seconds", lambda rows: {})
     return read
 
