@@ -51,8 +51,8 @@ class OptimizerConfig(BaseModel):
 
 
 class LoraConfig(BaseModel):
-    """Low-rank adapter (LoRA, arXiv 2106.09685): the policy's own weights stay frozen, the adapter is trained and
-    published."""
+    """Low-rank adapter (LoRA, arXiv 2106.09685): the policy's own weights stay frozen and the adapter is trained.
+    Versions are published merged, checkpoints hold the adapter alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

@@ -24,7 +24,7 @@ from tasks.training.checkpoint import LearnerCounters, restore_checkpoint, save_
 from tasks.training.config import TrainingConfig
 from tasks.training.critic import CRITIC_FILE, Critic, read_critic
 from tasks.training.forward import PolicyForward
-from tasks.training.lora import add_adapter, published_name
+from tasks.training.lora import add_adapter, merged_tensors
 from tasks.training.masks import derive_masks, is_beyond_bound, trainable_tokens
 from tasks.training.metrics import batch_metrics
 from tasks.training.model import load_policy, policy_tensors
@@ -206,13 +206,15 @@ class Learner:
         return UpdateReport(self.version, metrics, steps_taken, skipped)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of what is published, on the CPU, by name, contiguous; a tied head is left out. With LoRA the adapter
-        alone, under PEFT's names. Every rank takes part; the first one gets them, the others nothing."""
+        """Copies of the weights on the CPU, by name, contiguous; a tied head is left out, an adapter is merged. Every
+        rank takes part; the first one gets them, the others nothing."""
+        tensors = policy_tensors(self.model)
+        lora = self.config.lora
+        published = merged_tensors(tensors, lora) if lora else ((name, whole(each)) for name, each in tensors.items())
         copies: dict[str, torch.Tensor] = {}
-        for name, tensor in self._learned().items():
-            full = whole(tensor)
+        for name, tensor in published:
             if self.ranks.rank == 0:
-                copies[published_name(name) if self.config.lora else name] = full.detach().cpu().clone().contiguous()
+                copies[name] = tensor.detach().cpu().clone().contiguous()
         return copies
 
     def files(self) -> dict[str, bytes]:

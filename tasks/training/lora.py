@@ -1,22 +1,21 @@
-"""LoRA (arXiv 2106.09685): the base stays as it is, a low-rank adapter beside its matrices is trained and published.
+"""LoRA (arXiv 2106.09685): the base stays as it is, a low-rank adapter beside its matrices is trained.
 
-The adapter is PEFT's, so that what is published loads wherever PEFT adapters load.
+The adapter is PEFT's. Checkpoints hold the adapter alone; what is published is the policy with the adapter merged,
+which every engine loads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from tasks.training.config import LoraConfig
+from tasks.training.sharding import whole
 
 ADAPTER = "default"
-PUBLISHED_PREFIX = "base_model.model."
-"""What PEFT puts before a parameter's name in an adapter's file."""
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
@@ -43,24 +42,18 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         )
 
 
-def published_name(name: str) -> str:
-    """The name of an adapter's parameter in its file."""
-    return PUBLISHED_PREFIX + name.replace(f".{ADAPTER}.", ".")
-
-
-def adapter_config(config: LoraConfig, base: str) -> dict[str, Any]:
-    """What PEFT's ``adapter_config.json`` holds. ``base`` names the model that the adapter belongs to."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted(config.targets),
-        "inference_mode": True,
-    }
+def merged_tensors(tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """The policy as if it had no adapter: W + alpha / rank * B A under the policy's own names. Gathers what is sharded:
+    every rank iterates."""
+    for name, tensor in tensors.items():
+        if f".{ADAPTER}." in name:
+            continue
+        full = whole(tensor)
+        if ".base_layer." in name:
+            layer = name.partition(".base_layer.")[0]
+            down, up = (whole(tensors[f"{layer}.lora_{part}.{ADAPTER}.weight"]) for part in "AB")
+            full = full + (config.alpha / config.rank) * (up @ down)
+        yield name.replace(".base_layer.", "."), full
 
 
 @contextmanager
