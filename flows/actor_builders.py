@@ -47,8 +47,8 @@ class ActorBuilders:
         except DaskTimeoutError as error:
             raise DeadlineExceeded(f"worker {worker} did not import {names} within {limit_s:g} s") from error
 
-    def learner(self, worker: str, model_directory: str, version: int | None) -> ActorHandle:
-        """The learner, from a checkpoint (``version``) or from the start."""
+    def learner(self, worker: str, worker_class: str, model_directory: str, version: int | None) -> ActorHandle:
+        """The learner, from a checkpoint (``version``) or from the start; its ranks live on workers of that class."""
         config = self._config
         hardware_class = config.pools.classes[config.pools.of_role("learner")[0]]
         return self._start(
@@ -65,6 +65,8 @@ class ActorBuilders:
             device=hardware_class.device,
             threads=hardware_class.torch_threads,
             resume_version=version,
+            hardware_class=worker_class,
+            closing=True,
         )
 
     def engine(self, worker: str, hardware_class: str, index: int, version: int) -> ActorHandle:

@@ -149,9 +149,10 @@ class _Crew:
             self.build.prepare(worker, "learner")
             # The newest complete one: an update is done with its checkpoint, and before that it is done again.
             newest = max(checkpoint_versions(self.run), default=None)
-            return self.build.learner(worker, model_directory, newest)
+            return self.build.learner(worker, hardware_class, model_directory, newest)
 
-        learner = self.build.learner(workers[hardware_class][0], model_directory, point.version if point else None)
+        version = point.version if point else None
+        learner = self.build.learner(workers[hardware_class][0], hardware_class, model_directory, version)
         self.seats[Seat("learner", "learner", (hardware_class,))] = learner
         self.rebuild["learner"] = again
         return learner

@@ -25,8 +25,7 @@ from resources.failures import InfrastructureFailure
 
 
 class Ranks(Protocol):
-    """What the learner asks of its ranks. All methods but `leave` are collective: every rank calls them, in one
-    order."""
+    """What the learner asks of its ranks. `sum` and `gather` are collective: every rank calls them, in one order."""
 
     rank: int
     size: int
@@ -39,6 +38,10 @@ class Ranks(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable object, in the order of ranks, on all of them."""
+        ...
+
+    def interrupt(self) -> None:
+        """End the collective under way on this rank, from any thread. Not collective."""
         ...
 
     def leave(self) -> None:
@@ -58,6 +61,9 @@ class OneRank:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def interrupt(self) -> None:
+        return None
 
     def leave(self) -> None:
         return None
@@ -135,14 +141,17 @@ class ProcessRanks:
         dist.all_gather_object(gathered, value)
         return gathered
 
+    def interrupt(self) -> None:
+        """nccl collectives end at once; gloo's end when the other's process does, or at their timeout."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is not None and self._device.startswith("cuda") and not self._left:
+            group.abort()
+
     def leave(self) -> None:
-        """May be called from any thread, and repeatedly. nccl collectives end at once, gloo's at their timeout."""
+        """May be called from any thread, and repeatedly."""
         with self._lock:
             if self._left:
                 return
             self._left = True
         if dist.is_initialized():
-            group = dist.group.WORLD
-            if group is not None and self._device.startswith("cuda"):
-                group.abort()
             dist.destroy_process_group()

@@ -1,0 +1,125 @@
+"""One rank of the learner: the learner of one process, with the batches it trains on and the stores it writes to."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from resources.runs import RunRef, checkpoint_prefix
+from resources.trajectories.batch import read_batch
+from resources.trajectories.store import read_trajectories
+from resources.weights.store import WeightStore
+from tasks.training.config import TrainingConfig
+from tasks.training.pool_components import PoolComponents
+from tasks.training.rows import generation_seconds, training_rows
+
+if TYPE_CHECKING:
+    from tasks.training.learner import Learner
+    from tasks.training.ranks import Ranks
+    from tasks.training.simulated import SimulatedLearner
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """What every rank of a run's learner is built with. Picklable."""
+
+    run: dict[str, Any]
+    config: dict[str, Any]
+    """Of `TrainingConfig`."""
+    model_directory: str
+    seed: int
+    num_updates: int
+    num_families: int
+    max_staleness: int
+    device: str = "cpu"
+    threads: int = 1
+
+    @property
+    def training(self) -> TrainingConfig:
+        return TrainingConfig.model_validate(self.config)
+
+
+class LearnerRank:
+    """Every rank calls the same methods with the same arguments; the first one writes and reports."""
+
+    def __init__(self, settings: LearnerSettings, ranks: Ranks | None, version: int | None) -> None:
+        """``version``: of the checkpoint to start from; None: from the model directory."""
+        self.settings = settings
+        self.run = RunRef.model_validate(settings.run)
+        self.folder = self.run.folder()
+        self.weights = WeightStore(self.run.root(), self.run.run_id)
+        self.is_first, self.size = (ranks is None or ranks.rank == 0), (1 if ranks is None else ranks.size)
+        self.learner = build_learner(
+            settings.model_directory,
+            settings.training,
+            seed=settings.seed,
+            device=settings.device,
+            threads=settings.threads,
+            total_updates=settings.num_updates,
+            ranks=ranks,
+        )
+        self._pool_components = PoolComponents(self.folder) if self.learner.needs_components else None
+        if version is not None:
+            self.learner.restore(self.folder, checkpoint_prefix(version))
+
+    def update(self, version: int) -> dict[str, Any]:
+        """Train on batch ``version``; returns the update's metrics."""
+        started = time.perf_counter()
+        batch = read_batch(self.run.root(), self.run.run_id, version)
+        members = [member for group in batch.groups for member in group.members]
+        trajectories = read_trajectories(self.run.root(), [member.ref for member in members])
+        components = None if self._pool_components is None else self._pool_components.of_batch(batch)
+        rows = training_rows(batch, trajectories, components)
+        read_s = time.perf_counter() - started
+        report = self.learner.update(
+            rows, version, num_families=self.settings.num_families, max_staleness=self.settings.max_staleness
+        )
+        return {
+            **report.metrics,
+            **generation_seconds(trajectories),
+            "num_ranks": self.size,
+            "time/read_batch_s": read_s,
+            "time/update_s": time.perf_counter() - started,
+        }
+
+    def publish(self, version: int) -> dict[str, Any]:
+        """Write the weights held as this version, then the checkpoint that a resume starts from.
+
+        What lies there already is replaced: it comes from an iteration that ended before it was recorded.
+        """
+        started = time.perf_counter()
+        tensors = self.learner.tensors()
+        num_bytes = 0
+        if self.is_first:
+            num_bytes = self.weights.publish(version, tensors, files=self.learner.files(), on_exist="replace").num_bytes
+        published_s = time.perf_counter() - started
+        self.learner.save(self.folder, checkpoint_prefix(version))
+        return {
+            "version": version,
+            "num_bytes": num_bytes,
+            "publish_s": published_s,
+            "checkpoint_s": time.perf_counter() - started - published_s,
+        }
+
+
+def build_learner(
+    model_directory: str,
+    config: TrainingConfig,
+    *,
+    seed: int,
+    device: str,
+    threads: int,
+    total_updates: int,
+    ranks: Ranks | None = None,
+) -> Learner | SimulatedLearner:
+    """The learner that ``config.backend`` names. Heavy imports happen here, in the learner's worker."""
+    if config.backend == "simulated":
+        from tasks.training.simulated import SimulatedLearner
+
+        return SimulatedLearner(model_directory, config, seed=seed)
+    from tasks.training.learner import Learner
+
+    return Learner(
+        model_directory, config, seed=seed, device=device, threads=threads, total_updates=total_updates, ranks=ranks
+    )
