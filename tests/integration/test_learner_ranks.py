@@ -12,18 +12,22 @@ import pytest
 import torch
 from distributed import Client, LocalCluster
 
+from flows.server import prefect_server
+from flows.train import train
 from resources.failures import InfrastructureFailure
 from resources.object_store import ObjectStore
 from resources.pools.actors import ActorHandle, call_sync
 from resources.pools.placement import release_actor, start_actor, workers_by_class
 from resources.rollout.messages import Batch, BatchGroup, BatchMember
 from resources.runs import RunRef
+from resources.telemetry.metrics import read_metrics
 from resources.trajectories.batch import write_batch
 from resources.trajectories.store import TrajectoryWriter
 from resources.trajectories.trajectory import Turn
 from resources.weights.store import WeightStore
 from tasks.training.config import OptimizerConfig, TrainingConfig
 from tasks.training.learner import Learner
+from tests.integration.stack_runs import small_config
 from tests.trajectory_factory import make_trajectory
 from tests.unit.test_tasks_training_learner import make_batch
 from tests.unit.test_tasks_training_model import make_model_directory
@@ -141,3 +145,18 @@ def test_a_rank_on_each_worker_and_the_loss_of_one(client: Client, directory: Pa
     for name, tensor in alone.tensors().items():
         assert float((tensor - published[name]).abs().max()) <= 1e-5, name
     assert not torch.equal(WeightStore(store, "run").fetch(1)["model.norm.weight"], published["model.norm.weight"])
+
+
+def test_a_run_with_two_learner_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``pools.classes.learner.num_workers=2`` is all it takes."""
+    monkeypatch.setenv("ROLLART_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    config = small_config(
+        tmp_path / "store", "two-ranks", num_iterations=2, evaluation={"before": False, "after": False}
+    )
+    with prefect_server():
+        summary = train(config, overrides={"pools.classes.learner.num_workers": 2})
+    folder = ObjectStore.open(str(tmp_path / "store")).sub(f"runs/{summary['run_id']}")
+    rows = read_metrics(folder)
+    assert [row["num_ranks"] for row in rows] == [2, 2]
+    assert WeightStore(ObjectStore.open(str(tmp_path / "store")), summary["run_id"]).versions() == [0, 1, 2]
