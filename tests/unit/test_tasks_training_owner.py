@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import tasks.training.owner
+import tasks.training.rank
 from resources.object_store import ObjectStore
 from resources.runs import RunRef, checkpoint_versions
 from tasks.training.config import TrainingConfig
@@ -35,12 +35,10 @@ def written_batches(monkeypatch) -> list[int]:
         read.append(version)
         return NoGroups(version)
 
-    monkeypatch.setattr(tasks.training.owner, "read_batch", read_batch)
-    monkeypatch.setattr(tasks.training.owner, "read_trajectories", lambda store, refs: [])
-    monkeypatch.setattr(
-        tasks.training.owner, "training_rows", lambda batch, rows, components: make_batch(batch.version)
-    )
-    monkeypatch.setattr(tasks.training.owner, "generation_seconds", lambda rows: {})
+    monkeypatch.setattr(tasks.training.rank, "read_batch", read_batch)
+    monkeypatch.setattr(tasks.training.rank, "read_trajectories", lambda store, refs: [])
+    monkeypatch.setattr(tasks.training.rank, "training_rows", lambda batch, rows, components: make_batch(batch.version))
+    monkeypatch.setattr(tasks.training.rank, "generation_seconds", lambda rows: {})
     return read
 
 
@@ -51,7 +49,7 @@ def owner(store: ObjectStore, directory: Path, version: int | None) -> LearnerAc
 
 
 def digest(learner: LearnerActor, version: int) -> str:
-    return learner.weights.manifest(version).files["model.safetensors"].sha256
+    return learner.group._first.weights.manifest(version).files["model.safetensors"].sha256
 
 
 def test_a_rebuilt_learner_trains_the_batch_that_was_in_training_again(tmp_path, directory, written_batches):
