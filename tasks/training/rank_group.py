@@ -81,7 +81,8 @@ class RankGroup:
         self._settings = settings
         self._config = settings.training
         self._class = hardware_class
-        self._first: LearnerRank | None = None
+        self.first: LearnerRank | None = None
+        """The rank of this process; None while there is no group."""
         self._others: list[ActorHandle] = []
         self._ranks: Any = None
         self._size: int | None = None
@@ -99,7 +100,7 @@ class RankGroup:
         self.close()
         workers = self._workers()
         if len(workers) == 1:
-            self._first = LearnerRank(self._settings, None, version)
+            self.first = LearnerRank(self._settings, None, version)
         else:
             self._meet(workers, version)
         self._size = self._size or len(workers)
@@ -112,8 +113,8 @@ class RankGroup:
             InfrastructureFailure: a rank was lost or left; names it. The group is then broken. What every rank finds
                 wrong (a bad row, a loss that is NaN) arrives as it is.
         """
-        assert self._first is not None and self.broken is None, self.broken
-        own = getattr(self._first, method)
+        assert self.first is not None and self.broken is None, self.broken
+        own = getattr(self.first, method)
         if not self._others:
             return own(*arguments)
         link = find_link(self._others[0].scheduler)
@@ -147,7 +148,7 @@ class RankGroup:
     def close(self) -> None:
         """End the group; every rank drops its weights."""
         others, self._others = self._others, []
-        self._first = None
+        self.first = None
         if self._ranks is not None:
             self._ranks.leave()
             self._ranks = None
@@ -210,7 +211,7 @@ class RankGroup:
                 self._ranks = ProcessRanks(
                     0, size, meeting.address, device=self._settings.device, timeout_s=timeout_s, store=meeting.store
                 )
-                self._first = LearnerRank(self._settings, self._ranks, version)
+                self.first = LearnerRank(self._settings, self._ranks, version)
                 self._others = [each.result() for each in starting]
             except BaseException:
                 if self._ranks is not None:

@@ -49,7 +49,7 @@ def owner(store: ObjectStore, directory: Path, version: int | None) -> LearnerAc
 
 
 def digest(learner: LearnerActor, version: int) -> str:
-    return learner.group._first.weights.manifest(version).files["model.safetensors"].sha256
+    return learner.group.first.weights.manifest(version).files["model.safetensors"].sha256
 
 
 def test_a_rebuilt_learner_trains_the_batch_that_was_in_training_again(tmp_path, directory, written_batches):

@@ -62,16 +62,19 @@ def test_versions_lie_in_the_weight_store_and_a_resume_goes_on(tmp_path: Path) -
     config = TrainingConfig(backend="simulated").model_dump(mode="json")
     arguments = (run.model_dump(), config, str(write_tokenizer(tmp_path / "policy")), 7, 10, 1, 1)
     actor = LearnerActor(*arguments)
+    assert actor.group.first is not None
+    weights = actor.group.first.weights
     for version in range(3):
-        actor.version = actor.learner.version = version
+        actor.version = actor.group.first.learner.version = version
         actor.publish(version)
-    assert actor.weights.prune(1, {1}) == [0]
-    assert actor.weights.versions() == [1, 2]
-    tensors = [actor.weights.fetch(version)["simulated.version"] for version in (1, 2)]
+    assert weights.prune(1, {1}) == [0]
+    assert weights.versions() == [1, 2]
+    tensors = [weights.fetch(version)["simulated.version"] for version in (1, 2)]
     assert [int(tensor[0]) for tensor in tensors] == [1, 2]
-    assert (actor.weights.directory(2) / "tokenizer.json").is_file()
+    assert (weights.directory(2) / "tokenizer.json").is_file()
     resumed = LearnerActor(*arguments, resume_version=2)
-    assert (resumed.version, resumed.learner.version) == (2, 2)
+    assert resumed.group.first is not None
+    assert (resumed.version, resumed.group.first.learner.version) == (2, 2)
     with pytest.raises(ValueError, match="batch 1 is not the next one"):
         resumed.update(1)
     with pytest.raises(ValueError, match="written with seed 7, not 8"):
