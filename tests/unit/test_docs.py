@@ -44,6 +44,7 @@ STAGE_FILES = (
     "tasks/rollout/stage.py",
     "tasks/training/owner.py",
     "tasks/training/learner.py",
+    "tasks/training/rank.py",
     "tasks/weights/stage.py",
     "tasks/record/stage.py",
 )
