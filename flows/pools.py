@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,18 @@ class RunPools:
                     raise DeadlineExceeded(
                         f"a worker with role {role} did not import {ROLE_IMPORTS[role]} within {IMPORT_S:g} s"
                     ) from error
+
+    @contextmanager
+    def stages_cancelled_on_error(self) -> Iterator[None]:
+        """Let whoever waits for a stage, in other threads, end at once when the block is left by an error: flow runs
+        say what became of them while actors and cluster are closed."""
+        try:
+            yield
+        except BaseException:
+            if self.connection is not None:
+                with suppress(OSError, DaskTimeoutError):  # the scheduler may be what was lost
+                    self.client.cancel(list(self.connection.last_of_task.values()))
+            raise
 
     def task_runner(self) -> TaskRunner[Any]:
         """A new runner for one flow: stages go to the class that their ``pool:<class>`` tag names."""

@@ -73,6 +73,7 @@ def _train(config: RunConfig, run: RunRef, point: ResumePoint | None) -> dict[st
                 pools.client, pools.serving, run, config, model_directory, point, get_run_logger().warning
             ) as plane,
             reward_pool(run, config) as autoscaler,
+            pools.stages_cancelled_on_error(),
         ):
             if config.evaluation.before and point is None:
                 progress.say(f"evaluating: {config.evaluation.num_episodes} held-out episodes of each task family")
