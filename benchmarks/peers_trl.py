@@ -140,6 +140,7 @@ def train(spec: PeerSpec) -> PeerResult:
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
+    from tasks.training.losses.ppo_clip import CLIP_HIGH, CLIP_LOW
     from tasks.training.schedule import learning_rate_at
 
     torch.set_num_threads(spec.num_threads)
@@ -174,6 +175,7 @@ def train(spec: PeerSpec) -> PeerResult:
         for update in range(spec.num_updates)
         for name, seed in spec.groups(update)
     ]
+    lowest_ratio, highest_ratio = training.loss.clip_bounds(CLIP_LOW, CLIP_HIGH)
     arguments = GRPOConfig(
         output_dir=spec.output_directory,
         seed=spec.seed,
@@ -194,8 +196,8 @@ def train(spec: PeerSpec) -> PeerResult:
         beta=0.0,
         loss_type="dapo",
         scale_rewards=training.advantage.scaling,
-        epsilon=training.loss.clip_low,
-        epsilon_high=training.loss.clip_high,
+        epsilon=1.0 - lowest_ratio,
+        epsilon_high=highest_ratio - 1.0,
         max_grad_norm=optimizer_config.max_grad_norm,
         logging_strategy="no",
         save_strategy="no",
