@@ -1,4 +1,4 @@
-"""Which trajectories wait for a score of the reward pool, and until when?"""
+"""Which trajectories wait for a score of the reward pool, and until when? Which scores wait for their trajectory?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from resources.environments.family import FamilyConfig
+from resources.rewards.base import Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class AwaitedScores:
         self._families = families
         self._grace_s = grace_s
         self._awaited: dict[str, AwaitedScore] = {}
+        self._early: dict[str, Score] = {}
+        """Scores of trajectories whose end was not reported yet."""
 
     def __len__(self) -> int:
         return len(self._awaited)
@@ -37,6 +40,14 @@ class AwaitedScores:
     def settle(self, trajectory_id: str) -> AwaitedScore | None:
         """It is not waited for any more; None when it was not."""
         return self._awaited.pop(trajectory_id, None)
+
+    def keep_early(self, score: Score) -> None:
+        """It came before its trajectory's end was reported. The first one counts."""
+        self._early.setdefault(score.trajectory_id, score)
+
+    def take_early(self, trajectory_id: str) -> Score | None:
+        """The score that came before the end did, if any; it is not kept any longer."""
+        return self._early.pop(trajectory_id, None)
 
     def take_overdue(self, now: float) -> dict[str, str]:
         """Stop waiting for what is overdue: trajectories and their families."""

@@ -155,10 +155,13 @@ class QueueEvents:
             self._play_episode(self._lane.done(done))
         else:
             self.apply(MemberDone(done))
+        early = self.scores.take_early(done.trajectory_id)
         if done.awaits_score and (
             self._lane.awaits_score(done.trajectory_id) or self._gate.awaits_score(done.trajectory_id)
         ):
             self.scores.expect(done.trajectory_id, done.family, self._clock())
+            if early is not None:
+                self.score(early)
 
     def worker_blocked(self, worker_id: str, trajectory_id: str, message: str) -> None:
         """The event loop of a worker stands still, by the environment of this trajectory (if any)."""
@@ -181,6 +184,7 @@ class QueueEvents:
 
     def _lose_trajectory(self, trajectory_id: str, message: str) -> None:
         self._dispatcher.ended(trajectory_id)
+        self.scores.take_early(trajectory_id)
         if self._lane.owns(trajectory_id):
             self._play_episode(self._lane.failed(trajectory_id))
         else:
@@ -190,6 +194,9 @@ class QueueEvents:
 
     def score(self, score: Score) -> None:
         """The reward pool has judged, or says that it cannot."""
+        if self._is_played(score.trajectory_id):
+            self.scores.keep_early(score)
+            return
         awaited = self.scores.settle(score.trajectory_id)
         # A verdict may have a message too (what the tests said): only what has no reward is no verdict.
         if score.reward is None and score.failure_message:
@@ -200,6 +207,13 @@ class QueueEvents:
             self._play_episode(self._lane.scored(score))
         else:
             self.apply(ScoreArrived(score))
+
+    def _is_played(self, trajectory_id: str) -> bool:
+        """Whether its end was not reported yet, as far as it is waited for. A warm replica may be faster than the
+        report of the worker that asked it."""
+        if self._lane.owns(trajectory_id):
+            return not self._lane.awaits_score(trajectory_id)
+        return trajectory_id in self._gate.seats and not self._gate.awaits_score(trajectory_id)
 
     def tick(self) -> None:
         """What time alone brings: lost workers, overdue scores, retries whose pause is over."""
@@ -234,6 +248,7 @@ class QueueEvents:
         for trajectory_id in self._lane.abandon(evaluation):
             self._dispatcher.cancel(trajectory_id, "preempted")
             self.scores.settle(trajectory_id)
+            self.scores.take_early(trajectory_id)
 
     def _play_episode(self, again: Assignment | None) -> None:
         """An episode has ended; ``again``: it failed, and this is its next attempt."""

@@ -177,6 +177,31 @@ def test_pool_scores_complete_groups_and_duplicates_are_ignored():
     assert stats["num_ignored"] >= 1
 
 
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_score_that_is_faster_than_the_report_of_its_trajectory_counts(split):
+    """A warm replica answers within milliseconds, and a busy worker reports later: the score must not be lost, or its
+    trajectory would wait for it until it is overdue."""
+    queue = make_queue(pool_families(), scores=[])
+
+    def play(assignment):
+        if assignment.split != split:
+            return None
+        for reward in (1.0 - assignment.member, 9.0):  # and answered twice: the first counts
+            queue._events.score(Score(assignment.trajectory_id, "exact_answer", "3", reward, success=True))
+        return played(assignment, awaits_score=True, scorer="exact_answer")
+
+    async def driver(queue):
+        if split == "train":
+            return (await queue.collect(0, 5.0)).groups
+        return await queue.evaluate({"pool": 2}, seed=5, evaluate_timeout_s=5.0)
+
+    worker, groups = run_with_worker(queue, driver, play=play)
+    expected = [1.0, 0.0] if split == "train" else [1.0]
+    assert [[member.reward for member in group.members] for group in groups][:1] == [expected]
+    assert {a.attempt for a in worker.seen if a.split == split} == {0}
+    assert not queue._events.scores._early, "a score is kept no longer than it is needed"
+
+
 def test_a_score_that_never_comes_fails_the_member_as_reward():
     clock = ManualClock()
 
