@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from resources.policy.building import ONE_AT_A_TIME
 from resources.policy.config import PolicyConfig
 from resources.policy.tokenizer import train_tokenizer
 
@@ -42,7 +43,7 @@ def create_tiny_policy(directory: str | Path, config: PolicyConfig, corpus: Iter
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(layout)
         initialise(model)

@@ -83,9 +83,9 @@ def dask_settings(no_workers_timeout_s: float) -> dict[str, Any]:
         "distributed.scheduler.no-workers-timeout": f"{no_workers_timeout_s:g}s",
         "distributed.worker.daemon": False,
         "distributed.worker.profile.enabled": False,
-        "distributed.admin.log-length": 500,
-        "distributed.admin.low-level-log-length": 100,
-        "distributed.admin.system-monitor.log-length": 60,
+        "distributed.admin.log-length": 50,
+        "distributed.admin.low-level-log-length": 20,
+        "distributed.admin.system-monitor.log-length": 10,
         "distributed.diagnostics.computations.max-history": 5,
         "distributed.comm.timeouts.tcp": "30s",
     }

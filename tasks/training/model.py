@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from resources.policy.building import ONE_AT_A_TIME
 from resources.policy.directory import read_model_config
 from tasks.training.attention import use_block_diagonal_attention
 from tasks.training.forward import PolicyForward
@@ -33,7 +34,7 @@ def load_policy(model_directory: str | Path, layout: Layout, device: str) -> Pre
     """
     directory = Path(model_directory)
     read_model_config(directory)
-    with _no_progress_bar():
+    with _no_progress_bar(), ONE_AT_A_TIME:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )

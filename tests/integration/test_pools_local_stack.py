@@ -58,6 +58,8 @@ def driver(state_dir: Path, *arguments: str) -> Iterator[Driver]:
     finally:
         if started.process.poll() is None:
             started.end(signal.SIGKILL)
+        assert started.process.stdout is not None
+        started.process.stdout.close()
 
 
 def assert_gone(pids: list[int], within_s: float = GONE_WITHIN_S) -> None:

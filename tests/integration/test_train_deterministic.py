@@ -32,7 +32,7 @@ FAMILIES = {
         "scorer": "exact_answer",
     },
 }
-NUM_ITERATIONS = 3
+NUM_ITERATIONS = 2
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WAIT_S = 300.0
 END_S = 400.0
-"""Prefect tries each of its last calls again for about a minute: the states of two iterations, and of the run."""
+"""Prefect tries each of its last calls again: the states of two iterations, and of the run. By default about a minute
+each, five times; here once."""
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def test_a_lost_server_is_named_with_the_remedy(tmp_path: Path) -> None:
     families = fields["families"]
     fields["families"] = {name: families[name] for name in ("frozen_lake", "guess_number")}  # no reward pool
     with server(tmp_path / "server") as (process, url):
-        env = driver_environment(tmp_path / "state", PREFECT_API_URL=url)
+        env = driver_environment(tmp_path / "state", PREFECT_API_URL=url, PREFECT_CLIENT_MAX_RETRIES="1")
         with train_process(fields, tmp_path / "files", env) as driver:
             wait_for(
                 "an iteration",

@@ -43,7 +43,7 @@ class WrittenBuilders:
         self.built.append((name, worker, *facts))
         return ActorHandle(name, "Actor", f"{name}-{len(self.built)}", worker, "tcp://scheduler")
 
-    def learner(self, worker, model_directory, version):
+    def learner(self, worker, hardware_class, model_directory, version):
         return self._handle("learner", worker, version)
 
     def engine(self, worker, hardware_class, index, version):
