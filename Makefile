@@ -48,7 +48,7 @@ lint: setup ## Style, types and import contracts
 	@$(BIN)/lint-imports --no-cache
 
 bench: setup ## Run one benchmark: make bench NAME=engine
-	@test -n "$(NAME)" || { echo "name a benchmark: make bench NAME=..., one of:"; ls benchmarks/*.py | xargs -n1 basename | grep -vE '__init__|record' | sed 's/\.py//; s/^/  /'; exit 1; }
+	@test -n "$(NAME)" || { echo "name a benchmark: make bench NAME=..., one of:"; grep -l __main__ benchmarks/*.py | grep -v peers_ | xargs -n1 basename | sed 's/\.py//; s/^/  /'; exit 1; }
 	@$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 
 up: setup ## Start a standing local stack (Prefect server, workers, Dask cluster) and register the deployments there
