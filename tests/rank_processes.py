@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -47,7 +48,7 @@ def on_ranks(size: int, directory: Path, *works: Work) -> list[list[Any]]:
 def _receive(pipe: Connection) -> Any:
     assert pipe.poll(120), "a rank gave no answer within 120 s"
     try:
-        return pipe.recv()
+        return pickle.loads(pipe.recv_bytes())  # noqa: S301 - of this module's own process
     except EOFError:
         return None
 
@@ -68,9 +69,11 @@ def _serve(rank: int, size: int, directory: str, pipe: Connection, works: tuple[
 
     for work in works:
         try:
-            pipe.send(work(make, rank))
+            answer = work(make, rank)
         except Exception as error:  # noqa: BLE001 - it is the answer
             traceback.print_exc()
-            pipe.send(error)
+            pipe.send_bytes(pickle.dumps(error))
             return
+        # By value: torch shares tensors that go through ``send``, and they would be lost when this process ends.
+        pipe.send_bytes(pickle.dumps(answer))
     ranks.leave()
