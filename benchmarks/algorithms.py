@@ -11,28 +11,16 @@ is left stands before each run.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import dataclasses
-import json
 import statistics
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.peers_spec import PeerSpec
 from benchmarks.record import headline_number, record
-from flows.config import RunConfig, load_run_file
-from resources.object_store import ObjectStore
-from resources.state_dir import state_dir
+from benchmarks.resumable_runs import QUICKSTART, RunFile, train_missing
+from flows.config import load_run_file
 from tasks.training.config import TrainingConfig
-from tasks.warm_start.artifact import find_warm_start, warm_start_directory
-from tasks.warm_start.digest import warm_start_digest
 
-QUICKSTART = Path(__file__).resolve().parent.parent / "examples" / "quickstart" / "run.yaml"
 DEFAULT = "grpo + ppo_clip"
-SECONDS_PER_UPDATE = 2.5
-"""First guess, before any run has been timed: two cores, one of them used."""
 CELLS: Mapping[str, dict[str, Any]] = {
     DEFAULT: {},
     "grpo, batch scaling": {"advantage": {"scaling": "batch"}},
@@ -66,21 +54,6 @@ CELLS: Mapping[str, dict[str, Any]] = {
 
 def training_of(cell: str, base: TrainingConfig) -> TrainingConfig:
     return TrainingConfig.model_validate({**base.model_dump(), **CELLS[cell]})
-
-
-class RunFile:
-    """Finished runs, one JSON line each."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
 def summarise_cells(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) -> list[dict[str, Any]]:
@@ -144,20 +117,6 @@ def advice(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) -> str:
     return ". ".join(sentences)
 
 
-def warm_started(config: RunConfig) -> str:
-    """The quickstart's warm start, from the store, or trained here (about a minute)."""
-    from tasks.warm_start.train import train_warm_start
-
-    assert config.warm_start is not None, "the quickstart has one"
-    store = ObjectStore.open(config.store)
-    families = dict(config.families)
-    digest = warm_start_digest(config.policy, families, config.warm_start, config.seed)
-    if find_warm_start(store, digest) is None:
-        print("training the warm start", flush=True)
-        train_warm_start(config.policy, families, config.warm_start, config.seed, store, lambda *_: None)
-    return str(warm_start_directory(store, digest, state_dir() / "benchmarks" / "warm-starts"))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.algorithms", description=__doc__)
     parser.add_argument("--cells", nargs="+", choices=sorted(CELLS), default=list(CELLS))
@@ -170,11 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.updates < 2:
         parser.error(f"--updates is {options.updates}; a run needs at least 2")
     config = load_run_file(QUICKSTART)
-    runs = RunFile(state_dir() / "benchmarks" / f"algorithms-{options.updates}-{options.episodes}.jsonl")
+    runs = RunFile.named(f"algorithms-{options.updates}-{options.episodes}")
     # Seeds outermost: runs that are compared lie next to each other in time, and an interrupted matrix is a fair one.
     wanted = [(cell, alpha, seed) for seed in options.seeds for alpha in options.alphas for cell in options.cells]
     if not options.report:
-        _run(wanted, config, options.updates, options.episodes, runs)
+        train_missing(
+            wanted, lambda cell: training_of(cell, config.training), config, options.updates, options.episodes, runs
+        )
     done = [run for run in runs.rows() if (run["cell"], run["alpha"], run["seed"]) in wanted]
     missing = len(wanted) - len(done)
     record(
@@ -185,49 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{len(done)} of {len(wanted)} runs. {advice(done, options.alphas)}"
         + (f". {missing} runs are missing: run the command again" if missing else ""),
     )
-
-
-def _run(wanted: Sequence[tuple[str, int, int]], config: RunConfig, updates: int, episodes: int, runs: RunFile) -> None:
-    from benchmarks.algorithms_loop import run_cell
-
-    finished = {(run["cell"], run["alpha"], run["seed"]) for run in runs.rows()}
-    left = [key for key in wanted if key not in finished]
-    if not left:
-        return
-    model = warm_started(config)
-    durations = [run["wall_s"] for run in runs.rows()]
-    for number, (cell, alpha, seed) in enumerate(left):
-        per_run = statistics.median(durations) if durations else SECONDS_PER_UPDATE * updates
-        print(
-            f"{time.strftime('%H:%M:%S')} {cell}, alpha {alpha}, seed {seed}: run {number + 1} of {len(left)}, about "
-            f"{(len(left) - number) * per_run / 60:.0f} min left",
-            flush=True,
-        )
-        spec = PeerSpec(
-            model_directory=model,
-            output_directory="",
-            families=dict(config.families),
-            training=training_of(cell, config.training),
-            context_length=config.policy.context_length,
-            num_updates=updates,
-            num_threads=1,
-            seed=seed,
-            num_evaluation_episodes=episodes,
-        )
-        began = time.perf_counter()
-        result = asyncio.run(run_cell(spec, alpha))
-        durations.append(time.perf_counter() - began)
-        runs.append(
-            {
-                "cell": cell,
-                "alpha": alpha,
-                "seed": seed,
-                "updates": updates,
-                "wall_s": durations[-1],
-                "collapsed": result.collapsed,
-                **dataclasses.asdict(result),
-            }
-        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.peers_loop import LearnerWeights, Players, Seat
@@ -27,7 +28,9 @@ class CellResult:
     start_success: float
     """Held-out, mean over families, of the policy that training starts from."""
     final_success: float
+    start_by_family: dict[str, float]
     by_family: dict[str, float]
+    """Held-out, after training."""
     lowest_success: float
     """Lowest mean over families of the success while training, over windows of `WINDOW` updates."""
     max_grad_norm: float
@@ -47,8 +50,11 @@ COLLAPSE_MARGIN = 0.05
 """Held-out success of 4 x 64 episodes has a standard error of about 0.03."""
 
 
-async def run_cell(spec: PeerSpec, alpha: int) -> CellResult:
-    """Train ``spec.num_updates`` updates at staleness ``alpha`` and evaluate before and after."""
+async def run_cell(spec: PeerSpec, alpha: int, reward_scales: Mapping[str, float]) -> CellResult:
+    """Train ``spec.num_updates`` updates at staleness ``alpha`` and evaluate before and after.
+
+    Rewards that are trained on are multiplied by ``reward_scales`` of their family, 1 where it is not named.
+    """
     from resources.engines.config import EngineConfig
     from resources.engines.local import LocalEngine
 
@@ -70,7 +76,7 @@ async def run_cell(spec: PeerSpec, alpha: int) -> CellResult:
     for version in range(spec.num_updates):
         while len(waiting) <= alpha and played < spec.num_updates:
             rows, outcomes = await _play(spec, players, played)
-            waiting.append(rows)
+            waiting.append([scaled(row, reward_scales.get(row.family, 1.0)) for row in rows])
             success.append(statistics.mean(summarise(outcomes, 0.0, 0).success.values()))
             played += 1
         try:
@@ -90,12 +96,23 @@ async def run_cell(spec: PeerSpec, alpha: int) -> CellResult:
     return CellResult(
         start_success=statistics.mean(start.values()),
         final_success=statistics.mean(final.values()),
+        start_by_family=start,
         by_family=final,
         lowest_success=min(windows),
         max_grad_norm=max(norms, default=0.0),
         failed=failed,
         seconds_per_update=seconds,
         mean_lag=statistics.mean(lags) if lags else 0.0,
+    )
+
+
+def scaled(row: TrainingRow, factor: float) -> TrainingRow:
+    """The row with all its rewards, of the whole and of its parts, multiplied by ``factor``."""
+    return replace(
+        row,
+        reward=None if row.reward is None else row.reward * factor,
+        turns=tuple(replace(turn, reward=turn.reward * factor) for turn in row.turns),
+        reward_components={name: value * factor for name, value in row.reward_components.items()},
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.algorithms import CELLS, DEFAULT, QUICKSTART, RunFile, advice, headline_of, summarise_cells, training_of
+from benchmarks.algorithms import CELLS, DEFAULT, advice, headline_of, summarise_cells, training_of
+from benchmarks.resumable_runs import QUICKSTART, RunFile
 from flows.combinations import check_combinations
 from flows.config import load_run_file
 
