@@ -36,10 +36,22 @@ $(VENV)/.installed: pyproject.toml
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
+# Environments of libraries that need pandas: a virtual environment on top, which only their tests look into
+# (tests/other_libraries.py). What they need is written in pyproject.toml.
+$(VENV)/adapters/.installed: $(VENV)/.installed
+	@echo "installing the libraries of environments that the tests play (about 230 MB)"
+	@$(BIN)/python -m venv --without-pip $(VENV)/adapters
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$site" > "$$($(VENV)/adapters/bin/python -c "$$site")/below.pth"
+	@$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*extras["skyrl_gym"], *extras["openenv"], sep="\n")' | \
+	$(BIN)/python -m pip --python $(VENV)/adapters/bin/python install --quiet --requirement /dev/stdin
+	@touch $@
+
 quickstart: setup ## Train a tiny policy on four task families (about 3 minutes on two cores)
 	@$(BIN)/python -m flows.train examples/quickstart/run.yaml $(ARGS)
 
-test: setup lint ## Check style, types and imports, and run all tests
+test: setup $(VENV)/adapters/.installed lint ## Check style, types and imports, and run all tests
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: setup ## Style, types and import contracts

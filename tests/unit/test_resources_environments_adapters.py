@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import random
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from resources.environments.processes import ChildProcesses
 from resources.environments.registry import make_environment
 from resources.environments.seeds import EVAL_SEEDS_FROM, narrow_seed
 from resources.failures import EnvironmentFailure
+from tests.other_libraries import FOLDER, is_there
 
 GSM8K = [
     {"prompt": f"What is {a} plus {a}?", "extras": {"reward_spec": {"ground_truth": str(2 * a)}}} for a in range(2, 40)
@@ -49,6 +50,12 @@ def family(environment: str, arguments: dict[str, Any], **settings: Any) -> Fami
     return FamilyConfig(environment=environment, arguments=arguments, hardware_class="compute", **settings)
 
 
+@pytest.fixture(autouse=True)
+def other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a test of this file runs, and behind everything else: no other test, and no process of one, sees them."""
+    monkeypatch.setattr(sys, "path", [*sys.path, *map(str, FOLDER.glob("lib/python*/site-packages"))])
+
+
 def actions_of(name: str) -> list[str]:
     environment, _, actions = FAMILIES[name]
     return [f"<act>{action}</act>" for action in actions] if environment == "gymnasium" else actions
@@ -56,8 +63,8 @@ def actions_of(name: str) -> list[str]:
 
 def needs(environment: str) -> None:
     package = PACKAGES.get(environment)
-    if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; pip install 'rollart[{environment}]'")
+    if package is not None and not is_there(package):
+        pytest.skip(f"{package} is not installed; `make test` does it, or pip install 'rollart[{environment}]'")
 
 
 async def episode(

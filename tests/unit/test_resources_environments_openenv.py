@@ -4,15 +4,14 @@ installed, against OpenEnv's own server."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import random
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +22,9 @@ from resources.environments.base import Environment, Message, StepOutcome
 from resources.environments.family import FamilyConfig
 from resources.environments.registry import make_environment
 from resources.failures import EnvironmentFailure
+from tests.other_libraries import interpreter_with
 
+ROOT = Path(__file__).resolve().parents[2]
 START_DEADLINE_S = 120
 
 
@@ -101,10 +102,11 @@ class CountingServer:
 @pytest.fixture(scope="module")
 def openenvs_server() -> Iterator[str]:
     """The address of OpenEnv's own server, in a process of its own."""
-    if importlib.util.find_spec("openenv") is None:
-        pytest.skip("openenv is not installed; pip install 'rollart[openenv]'")
+    python = interpreter_with("openenv")
+    if python is None:
+        pytest.skip("openenv is not installed; `make test` does it, or pip install 'rollart[openenv]'")
     port = free_port()
-    with subprocess.Popen([sys.executable, "-m", "tests.unit.openenv_counting", str(port)]) as process:
+    with subprocess.Popen([python, "-m", "tests.unit.openenv_counting", str(port)], cwd=ROOT) as process:
         try:
             end = time.monotonic() + START_DEADLINE_S
             while time.monotonic() < end:
