@@ -26,6 +26,7 @@ from prefect.settings import (
 )
 from prefect.utilities.callables import get_call_parameters
 
+from flows.server_watch import server_watched
 from flows.task_runner import hand_in_reports
 from resources.failures import InfrastructureFailure
 from resources.pools.local_stack import local_stack
@@ -123,9 +124,10 @@ def _address_set(api_url: str) -> Iterator[None]:
                 PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
                 PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY: False,
             }
-        ):
+        ) as settings:
             try:
-                yield
+                with server_watched(api_url, settings):
+                    yield
             finally:
                 hand_in_reports()  # a local server may end with this block
     finally:
