@@ -1,13 +1,15 @@
 """Which flow runs did a driver leave behind that was killed?
 
 A driver that dies by SIGKILL cannot tell the server: its flow runs would stay "Running" in the history for ever. So
-each notes itself in the state folder, and the next one there marks what dead drivers left as Crashed.
+each notes itself in the state folder, and the next one there marks what dead drivers left as Crashed. So does
+``python -m flows.drivers STATE_FOLDER``, which `make up` calls.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,3 +134,13 @@ def _crash(client: SyncPrefectClient, flow_run_id: UUID, message: str) -> bool:
             client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
         client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
     return True
+
+
+def main(arguments: list[str]) -> None:
+    """Clear up behind the dead drivers of a state folder, and say what was done."""
+    for line in crash_orphans(Path(arguments[0])):
+        print(line)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID, uuid4
 
@@ -15,7 +16,7 @@ import pytest
 from prefect.client.schemas.objects import StateType
 
 import flows.drivers
-from flows.drivers import crash_orphans
+from flows.drivers import crash_orphans, main
 
 
 @dataclass
@@ -119,3 +120,14 @@ def test_a_server_that_does_not_answer_keeps_the_record(tmp_path, server):
     (line,) = crash_orphans(tmp_path)
     assert "could not be set to Crashed: connection refused" in line
     assert len(list((tmp_path / "drivers").iterdir())) == 1
+
+
+def test_make_up_says_what_it_cleared_up(tmp_path, server, capsys):
+    train = uuid4()
+    server.flow_runs = {train: StateType.RUNNING}
+    note(tmp_path, dead_pid(), 0.0, flow_run_id=train)
+    main([str(tmp_path)])
+    assert f"flow run {train} is set to Crashed" in capsys.readouterr().out
+    assert train in server.crashed
+    makefile = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
+    assert '$(BIN)/python -m flows.drivers "$$state"' in makefile
