@@ -12,7 +12,7 @@ from distributed import Client
 from distributed import TimeoutError as DaskTimeoutError
 
 from flows.config import RunConfig
-from flows.pools import ROLE_IMPORTS
+from flows.pools import role_imports
 from resources.engines.actor import EngineActor
 from resources.failures import DeadlineExceeded, InfrastructureFailure
 from resources.hardware import Role
@@ -39,7 +39,7 @@ class ActorBuilders:
 
     def prepare(self, worker: str, role: Role) -> None:
         """Let a worker that was just started import what the role needs, before anything else imports there."""
-        names = ROLE_IMPORTS[role]
+        names = role_imports(self._config.engine.backend)[role]
         limit_s = self._config.recovery.build_timeout_s
         importing = self._client.submit(import_all, names, workers=[worker], allow_other_workers=False, pure=False)
         try:

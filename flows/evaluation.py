@@ -53,7 +53,7 @@ def evaluate(
     point = ResumePoint(version=version, queue_state={"version": version})
     beside = run.beside("evaluation")
     beside.service_folder().put_json("config.json", config.model_dump(mode="json"))
-    with noted_driver(beside, state_dir()), run_pools(config.pools, state_dir()) as pools:
+    with noted_driver(beside, state_dir()), run_pools(config.pools, state_dir(), config.engine.backend) as pools:
         pools.wait_for_imports()
         log = get_run_logger().warning
         with rollout_plane(pools.client, pools.serving, beside, config, None, point, log), reward_pool(beside, config):

@@ -37,6 +37,8 @@ ROLE_IMPORTS: dict[Role, tuple[str, ...]] = {
     "control": ("resources.rollout.group_queue",),
 }
 """What the actors and stages of a role import, now or later."""
+SIMULATED_IMPORTS: dict[Role, tuple[str, ...]] = {**ROLE_IMPORTS, "engine": ("resources.engines.simulated",)}
+"""The same where engines are simulated: thousands of them have no use for torch."""
 IMPORT_S = 120.0
 """Longest wait for the imports of all workers, in seconds."""
 CONSOLE_LEVEL = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
@@ -51,6 +53,8 @@ class RunPools:
     """For each hardware class the class whose workers serve it."""
     imports: Mapping[Role, list[Future[None]]] = field(default_factory=dict)
     """What workers import ahead, by role."""
+    role_imports: Mapping[Role, tuple[str, ...]] = field(default_factory=lambda: ROLE_IMPORTS)
+    """What that is."""
     connection: Connection | None = None
     """What the task runners of all flows share; None: each connects anew."""
 
@@ -76,7 +80,7 @@ class RunPools:
                     future.result(timeout=max(0.0, deadline - time.monotonic()))
                 except DaskTimeoutError as error:
                     raise DeadlineExceeded(
-                        f"a worker with role {role} did not import {ROLE_IMPORTS[role]} within {IMPORT_S:g} s"
+                        f"a worker with role {role} did not import {self.role_imports[role]} within {IMPORT_S:g} s"
                     ) from error
 
     @contextmanager
@@ -97,28 +101,47 @@ class RunPools:
 
 
 @contextmanager
-def run_pools(config: PoolsConfig, state: Path) -> Iterator[RunPools]:
-    """Open (or attach to) the pools of a run; raises within a bounded time when a class has no workers."""
+def run_pools(config: PoolsConfig, state: Path, backend: str = "local") -> Iterator[RunPools]:
+    """Open (or attach to) the pools of a run; raises within a bounded time when a class has no workers.
+
+    Args:
+        backend: of its engines.
+    """
+    wanted = role_imports(backend)
     logs = state / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     env = {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "HF_HUB_OFFLINE": "1"}
     if CONSOLE_LEVEL in os.environ:
         env[CONSOLE_LEVEL] = os.environ[CONSOLE_LEVEL]
-    shared = dict.fromkeys(name.partition(":")[0] for names in ROLE_IMPORTS.values() for name in names)
+    # Workers are forked from a process that has imported these: what only the learner needs is not among them when no
+    # engine needs it.
+    shared = dict.fromkeys(
+        name.partition(":")[0]
+        for role, names in wanted.items()
+        for name in names
+        if role != "learner" or backend != "simulated"
+    )
     log_path = logs / f"dask-{os.getpid()}.log"
     with open_pools(config, env=env, preload_modules=PRELOAD, shared_modules=shared, log_path=log_path) as client:
         checked = check_pools(client, config)
-        ahead = _import_ahead(client, config, checked)
-        yield RunPools(client, checked.serving, ahead, Connection(client))
+        ahead = _import_ahead(client, config, checked, wanted)
+        yield RunPools(client, checked.serving, ahead, wanted, Connection(client))
 
 
-def _import_ahead(client: Client, config: PoolsConfig, checked: ServingClasses) -> dict[Role, list[Future[None]]]:
+def role_imports(backend: str) -> Mapping[Role, tuple[str, ...]]:
+    """What each role imports in a run with engines of this back end."""
+    return SIMULATED_IMPORTS if backend == "simulated" else ROLE_IMPORTS
+
+
+def _import_ahead(
+    client: Client, config: PoolsConfig, checked: ServingClasses, wanted: Mapping[Role, tuple[str, ...]]
+) -> dict[Role, list[Future[None]]]:
     """Let workers import what their roles need (torch takes seconds) while the driver still does other things."""
     modules: dict[str, list[str]] = {}
     workers: dict[Role, list[str]] = {}
     for name, hardware_class in config.classes.items():
         for worker in checked.workers_of(name):
-            modules.setdefault(worker, []).extend(ROLE_IMPORTS[hardware_class.role])
+            modules.setdefault(worker, []).extend(wanted[hardware_class.role])
             workers.setdefault(hardware_class.role, []).append(worker)
     # One call a worker, for one thread: see `RunPools.wait_for_imports`.
     ahead = {

@@ -61,7 +61,7 @@ def _train(config: RunConfig, run: RunRef, point: ResumePoint | None) -> dict[st
     before, after = read_evaluation(run, 0, config.evaluation), None
     with (
         Iterations(overlap=config.rollout.pipeline != "synchronous") as iterations,
-        run_pools(config.pools, state_dir()) as pools,
+        run_pools(config.pools, state_dir(), config.engine.backend) as pools,
         RunProgress(list(config.families), last, first) as progress,
     ):
         progress.say(f"run {run.run_id}, Prefect UI {server_ui_url()}\nfiles: {run.folder().url}")

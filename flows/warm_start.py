@@ -25,7 +25,7 @@ def warm_start(
 ) -> str:
     """Train the policy of a configuration on its experts' episodes, unless the store has it. Returns its directory."""
     config = composed(config, overrides)
-    with run_pools(config.pools, state_dir()) as pools:
+    with run_pools(config.pools, state_dir(), config.engine.backend) as pools:
         return starting_policy(config, pools)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from distributed import TimeoutError as DaskTimeoutError
 
-from flows.pools import ROLE_IMPORTS, RunPools, _import_ahead
+from flows.pools import PRELOAD, ROLE_IMPORTS, RunPools, _import_ahead, role_imports
 from resources.failures import DeadlineExceeded
 from resources.hardware import HardwareClass, PoolsConfig
 from resources.pools.preflight import ServingClasses
@@ -51,7 +53,7 @@ def test_a_worker_imports_in_one_call_whatever_its_classes() -> None:
     serving = {"compute": "compute", "bandwidth": "compute", "learner": "learner", "cpu": "cpu", "control": "cpu"}
     workers = {"compute": ("tcp://a",), "learner": ("tcp://a",), "cpu": ("tcp://b", "tcp://c")}
     client = RecordingClient()
-    ahead = _import_ahead(client, config, ServingClasses(serving, workers))  # type: ignore[arg-type]
+    ahead = _import_ahead(client, config, ServingClasses(serving, workers), ROLE_IMPORTS)  # type: ignore[arg-type]
     engine, learner, environment, control = (
         [*ROLE_IMPORTS[role]] for role in ("engine", "learner", "environment", "control")
     )
@@ -79,3 +81,18 @@ def test_an_import_that_hangs_is_named() -> None:
         DeadlineExceeded, match=r"role engine did not import .*resources\.engines\.local.* within 120 s"
     ):
         pools.wait_for_imports()
+
+
+def test_only_the_learner_of_a_simulated_run_imports_torch() -> None:
+    wanted = role_imports("simulated")
+    names = [*PRELOAD, *wanted["engine"], *wanted["environment"], *wanted["control"]]
+    code = (
+        "import sys; from resources.pools.import_ahead import import_all; "
+        f"import_all({names!r}); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert wanted["learner"] == role_imports("local")["learner"]
+
+
+def test_engines_that_compute_import_what_computes() -> None:
+    assert "resources.engines.local" in role_imports("local")["engine"]
