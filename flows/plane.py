@@ -165,8 +165,11 @@ class _Crew:
         def rebuilder(hardware_class: str, index: int) -> Builder:
             def again(worker: str, nth: int) -> ActorHandle:
                 self.build.prepare(worker, "engine")
-                in_force = call_sync(self.actors().queue, "serving_version", timeout_s=VERSION_S)
-                return self.build.engine(worker, hardware_class, index, in_force)
+                in_force = self._serving_version()
+                engine = self.build.engine(worker, hardware_class, index, in_force)
+                if (loaded_meanwhile := self._serving_version()) != in_force:
+                    self._bring_up(engine, loaded_meanwhile)
+                return engine
 
             return again
 
@@ -183,6 +186,14 @@ class _Crew:
             stand_ins = tuple(each for each in others if each != handle.name)
             self.seats[Seat(handle.name, "engine", (name,), stand_ins)] = handle
         return {name: tuple(handles) for name, handles in by_class.items()}
+
+    def _serving_version(self) -> int:
+        return call_sync(self.actors().queue, "serving_version", timeout_s=VERSION_S)
+
+    def _bring_up(self, engine: ActorHandle, version: int) -> None:
+        """A switch went by while the engine was built: it must not begin under the version before."""
+        for method, arguments in (("suspend", ()), ("load", (version,)), ("resume", ())):
+            call_sync(engine, method, *arguments, timeout_s=self.config.recovery.build_timeout_s)
 
     def _rollout_workers(
         self, workers: Mapping[str, list[str]], queue: ActorHandle, engines: Mapping[str, tuple[ActorHandle, ...]]

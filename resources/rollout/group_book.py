@@ -189,10 +189,14 @@ class GroupBook:
     def evict_if_doomed(self, group: Group, out: list[Decision]) -> bool:
         if self._config.stale_policy != "evict" or not self.is_doomed(group):
             return False
+        self.evict(group, out)
+        return True
+
+    def evict(self, group: Group, out: list[Decision]) -> None:
+        """Cancel a group whole for what it has sampled; its prompt is issued again, or given up."""
         count_evicted(self.families[group.family].counts, group, self.horizon)
         self._count_lost(group.family, "stale", out)
         self._issue_again_or_give_up(group, "evicted_stale", "dropped_stale", out)
-        return True
 
     def _count_lost(self, family_name: str, cause: Lost, out: list[Decision]) -> None:
         lost = self.families[family_name].lost_for_batch

@@ -161,7 +161,7 @@ class StalenessGate:
         group, member = seat
         if member.oldest_version is None or version < member.oldest_version:
             member.oldest_version = version
-        self.book.evict_if_doomed(group, out)
+        self._evict_if_too_old(group, version, out)
 
     def _done(self, event: MemberDone, out: list[Decision]) -> None:
         done = event.done
@@ -180,12 +180,20 @@ class StalenessGate:
         assert done.awaits_score or done.reward is not None, ("an unscored trajectory names its failure", done)
         member.oldest_version = done.oldest_version
         member.state = MemberState.AWAITING_SCORE
-        if self.book.evict_if_doomed(group, out):
+        if self._evict_if_too_old(group, done.oldest_version, out):
             return
         if not done.awaits_score:
             assert done.reward is not None
             member.scorer_version = done.scorer_version
             self.book.score(group, member, done.reward, done.success, out)
+
+    def _evict_if_too_old(self, group: Group, version: int | None, out: list[Decision]) -> bool:
+        """A member has told the oldest ``version`` it sampled. A deterministic batch is of one version: an engine that
+        missed a switch (it was being built meanwhile) must not leave its tokens in it, however young they are."""
+        if self.config.deterministic and version is not None and version < self.version:
+            self.book.evict(group, out)
+            return True
+        return self.book.evict_if_doomed(group, out)
 
     def _lost(self, trajectory_id: str, out: list[Decision]) -> None:
         if self.book.confirm_cancelled(trajectory_id, None):

@@ -1,15 +1,17 @@
 """`deterministic: true`, end to end on embedded pools: the same run with one rollout worker and with two, while
-environments take random times; and beside it what happens without it. The runs use the one-off pipeline, whose lag and
-whose loads between batches are checked on the way."""
+environments take random times; once more behind a resume; and beside it what happens without it. The runs use the
+one-off pipeline, whose lag and whose loads between batches are checked on the way."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from flows.config import RunConfig
 from flows.server import prefect_server
 from flows.train import train
 from resources.object_store import ObjectStore
@@ -47,7 +49,7 @@ class Finished:
         return read_metrics(self.store.sub(f"runs/{self.run_id}"))
 
 
-def play(store: str, name: str, num_workers: int, *, deterministic: bool) -> Finished:
+def configure(store: str, name: str, num_workers: int, *, deterministic: bool) -> RunConfig:
     config = small_config(
         store,
         name,
@@ -57,14 +59,29 @@ def play(store: str, name: str, num_workers: int, *, deterministic: bool) -> Fin
         rollout={"pipeline": "one_off", "length_finish": "step"},
         warm_start={"num_steps": 60},
         evaluation={"before": False, "after": False},
+        checkpoint_keep=NUM_ITERATIONS + 1,
     )
     classes = {
         **config.pools.classes,
         "cpu": config.pools.classes["cpu"].model_copy(update={"num_workers": num_workers}),
     }
-    config = config.model_copy(update={"pools": config.pools.model_copy(update={"classes": classes})})
-    summary = train(config)
+    return config.model_copy(update={"pools": config.pools.model_copy(update={"classes": classes})})
+
+
+def play(store: str, name: str, num_workers: int, *, deterministic: bool) -> Finished:
+    summary = train(configure(store, name, num_workers, deterministic=deterministic))
     return Finished(ObjectStore.open(store), summary["run_id"])
+
+
+def resume(finished: Finished, store: str, copy: str) -> Finished:
+    """The same run as it lay there when iteration 0 alone was recorded, gone on with in a copy of its store. Batches
+    and weights behind that are left over, as they are when a driver is killed."""
+    shutil.copytree(store, copy)
+    found = Finished(ObjectStore.open(copy), finished.run_id)
+    for iteration in range(1, NUM_ITERATIONS):
+        found.store.delete(f"runs/{found.run_id}/iterations/{iteration:06d}.json")
+    train(configure(copy, "one", 1, deterministic=True), resume=found.run_id)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +91,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Finishe
         environment.setenv("ROLLART_STATE_DIR", str(tmp_path_factory.mktemp("state")))
         environment.delenv("PREFECT_API_URL", raising=False)
         with prefect_server():
+            one = play(store, "one", 1, deterministic=True)
             yield {
-                "one": play(store, "one", 1, deterministic=True),
+                "one": one,
+                "resumed": resume(one, store, str(tmp_path_factory.mktemp("copy") / "store")),
                 "two": play(store, "two", 2, deterministic=True),
                 "default": play(store, "default", 2, deterministic=False),
             }
@@ -91,6 +110,13 @@ def test_one_worker_and_two_do_the_same(runs: dict[str, Finished]) -> None:
     assert len(set(one["weights"].values())) > 1
     groups = [[group.group_id for group in read_batch(r.store, r.run_id, 1).groups] for r in (runs["one"], runs["two"])]
     assert groups[0] == groups[1] == ["guess-000002", "guess-000003", "sums-000002", "sums-000003"]
+
+
+def test_a_resumed_run_is_the_same(runs: dict[str, Finished]) -> None:
+    one, resumed = runs["one"], runs["resumed"]
+    assert resumed.digests() == one.digests()
+    recorded = [[row["recorded_at"] for row in run.rows()] for run in (one, resumed)]
+    assert [old == new for old, new in zip(*recorded, strict=True)] == [True, False], "iteration 1 was done anew"
 
 
 def test_both_workers_played(runs: dict[str, Finished]) -> None:

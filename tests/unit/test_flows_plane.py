@@ -121,3 +121,19 @@ def test_what_each_is_built_again_from(started):
         ("rollout-0-r2", "tcp://new", engines),
     ]
     assert build.prepared == [("tcp://new", role) for role in ("learner", "engine", "environment")]
+
+
+def test_an_engine_that_was_built_across_a_switch_begins_under_the_new_version(started, monkeypatch):
+    crew, _, build = started
+    build.built.clear()
+    versions, calls = iter([7, 8]), []
+
+    def call_sync(actor, method, *arguments, timeout_s):
+        if method == "serving_version":
+            return next(versions)
+        calls.append((actor.name, method, *arguments))
+
+    monkeypatch.setattr(flows.plane, "call_sync", call_sync)
+    crew.rebuild["engine-compute-1"]("tcp://new", 1)
+    assert build.built == [("engine-compute-1", "tcp://new", 7)]
+    assert calls == [("engine-compute-1", "suspend"), ("engine-compute-1", "load", 8), ("engine-compute-1", "resume")]

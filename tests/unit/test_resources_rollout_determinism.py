@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from resources.trajectories.digest import trajectory_digest
 from tests.unit.test_resources_rollout_env_manager import STOP, EchoEnvironment, LetterFormat
 from tests.unit.test_resources_rollout_worker_loop import MemoryWriter, NamedScorer
 
-NUM_BATCHES = 3
+NUM_BATCHES = 4
 
 
 async def delay(rng: random.Random) -> None:
@@ -66,8 +68,14 @@ class DelayedEnvironment(EchoEnvironment):
         return await super().step(action)
 
 
-def play(num_workers: int, delays: int, failure_share: float = 0.0, **config) -> list:
-    """Three batches; everything in them that a learner could see, in order."""
+Resume = Literal["recorded", "collected", "lost"]
+"""What a killed driver had done of the iteration behind the recorded one: nothing but play, collected its batch before
+the queue's state was saved, or after it."""
+
+
+def play(num_workers: int, delays: int, failure_share: float = 0.0, resume: Resume | None = None, **config) -> list:
+    """Four batches; everything in them that a learner could see, in order. With ``resume`` the driver is killed behind
+    every version that was loaded, and another one goes on from the state that was saved."""
     rng = random.Random(delays)
     families = {
         name: FamilyConfig(environment="echo", hardware_class="c", groups_per_iteration=groups, group_size=3)
@@ -77,31 +85,33 @@ def play(num_workers: int, delays: int, failure_share: float = 0.0, **config) ->
         exchange_wait_s=0.05, retry_backoff_s=0.0, done_window_s=0.0, max_member_retries=30, breaker_failures=10_000,
         max_concurrent_trajectories=4 if num_workers > 1 else 64, **config,
     )  # fmt: skip
-    queue = GroupQueue("run", "", families, settings, 5)
     generator = SeededGenerator(rng)
+    writers: list[MemoryWriter] = []
 
     async def call(actor, method, *arguments):
         await delay(rng)
         return await getattr(actor, method)(*arguments)
 
-    def start(index: int) -> tuple[MemoryWriter, asyncio.Task]:
-        writer = MemoryWriter()
-        handover = Handover(families, dict.fromkeys(families, NamedScorer()), writer, ScoreSubmitter(lambda r: None, 0))
+    def start(queue: GroupQueue, index: int) -> asyncio.Task:
+        writers.append(MemoryWriter())
+        handover = Handover(
+            families, dict.fromkeys(families, NamedScorer()), writers[-1], ScoreSubmitter(lambda r: None, 0)
+        )
         loop = WorkerLoop(f"w{index}", queue, families, settings, handover, call=call)
         services = EpisodeServices(
             chat=EncodingCache(LetterFormat()), proxy=generator, context_length=200, length_finish="step",
             make_environment=lambda name, family: DelayedEnvironment(rng, failure_share),
             on_first_sampled=loop.note_first_sampled,
         )  # fmt: skip
-        return writer, asyncio.create_task(loop.run(services))
+        return asyncio.create_task(loop.run(services))
 
-    async def main() -> list:
-        workers = [start(index) for index in range(num_workers)]
-        found = []
+    async def life(versions: range, state: dict | None, found: list) -> dict:
+        queue = GroupQueue("run", "", families, settings, 5, state)
+        workers = [start(queue, index) for index in range(num_workers)]
         try:
-            for version in range(NUM_BATCHES):
+            for version in versions:
                 batch = await queue.collect(version, 20.0)
-                rows = {row.trajectory_id: row for writer, _ in workers for row in writer.rows}
+                rows = {row.trajectory_id: row for writer in writers for row in writer.rows}
                 for group in batch.groups:
                     members = [(m.reward, trajectory_digest(rows[m.trajectory_id])) for m in group.members]
                     found.append((version, group.group_id, group.seed_env, members))
@@ -109,10 +119,23 @@ def play(num_workers: int, delays: int, failure_share: float = 0.0, **config) ->
                 await queue.wait_loadable(version + 1, 20.0)
                 generator.version = version + 1
                 await queue.version_loaded(version + 1)
-            return found
+            for _ in range(rng.randrange(5)):
+                await delay(rng)
+            if resume == "collected":
+                await queue.collect(versions.stop, 20.0)
+            state = json.loads(json.dumps(await queue.snapshot()))
+            if resume == "lost":
+                await queue.collect(versions.stop, 20.0)
+            return state
         finally:
             await queue.close()
-            await asyncio.gather(*(task for _, task in workers))
+            await asyncio.gather(*workers)
+
+    async def main() -> list:
+        found, state = [], None
+        for first in range(0, NUM_BATCHES, 1 if resume else NUM_BATCHES):
+            state = await life(range(first, first + 1 if resume else NUM_BATCHES), state, found)
+        return found
 
     return asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -139,6 +162,17 @@ def test_workers_delays_and_retried_failures_change_nothing(name: str) -> None:
             assert play(num_workers, 10 * num_workers + 1, failure_share, **config) == expected
 
 
+@pytest.mark.parametrize("resume", get_args(Resume))
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_resumed_run_goes_on_as_if_it_had_never_ended(name: str, resume: Resume) -> None:
+    """Killed behind every single iteration, with another number of workers each time it is tried."""
+    config = dict(deterministic=True, **PIPELINES[name])
+    expected = play(1, delays=0, **config)
+    for num_workers in (1, 4):
+        for failure_share in (0.0, 0.15):
+            assert play(num_workers, 7 * num_workers + 2, failure_share, resume, **config) == expected
+
+
 def expected_batch(found: list, group_id: str) -> int:
     return next(version for version, key, *_ in found if key == group_id)
 
@@ -147,6 +181,12 @@ def test_without_it_they_do() -> None:
     """Negative control: the same parts, the asynchronous pipeline by the bound alone."""
     runs = [play(num_workers, delays, max_staleness=1) for num_workers, delays in ((1, 0), (1, 1), (2, 2), (4, 3))]
     assert any(run != runs[0] for run in runs[1:])
+
+
+def test_a_resume_without_it_is_another_run() -> None:
+    """Negative control: what was open is played again, with seeds of its own."""
+    synchronous = PIPELINES["synchronous"]
+    assert play(1, 0, resume="recorded", **synchronous) != play(1, 0, **synchronous)
 
 
 def test_a_retry_without_it_is_another_trajectory() -> None:

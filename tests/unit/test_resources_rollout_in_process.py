@@ -136,21 +136,50 @@ async def run_iterations(
     number: int,
     played: dict[str, FamilyConfig] | None = None,
     num_workers: int = 1,
+    engines_per_class: int = 1,
+    loses_engines: bool = False,
 ):
+    """``loses_engines``: under version 0 an engine of each class dies at work; another one is built in its place."""
     publish(store, policy, 0)
     loop = asyncio.get_running_loop()
     engine_config = EngineConfig(num_slots=8, batch_invariant=config.deterministic)
-    engines = {
-        name: EngineActor(store.url, RUN, 0, engine_config, name, f"{name}-0") for name in ("compute", "bandwidth")
-    }
+
+    def build(name: str, version: int) -> EngineActor:
+        return EngineActor(store.url, RUN, version, engine_config, name.split("-")[0], name)
+
+    names = [f"{name}-{index}" for name in ("compute", "bandwidth") for index in range(engines_per_class)]
+    engines = {name: build(name, 0) for name in names}
     played = played or families()
     queue = GroupQueue(RUN, store.url, played, config, seed=7)
-    handles = {name: [(f"{name}-0", OnLoop(engine, loop))] for name, engine in engines.items()}
+
+    def as_handles() -> dict[str, list[tuple[str, OnLoop]]]:
+        found: dict[str, list[tuple[str, OnLoop]]] = {}
+        for name, engine in engines.items():
+            found.setdefault(name.split("-")[0], []).append((name, OnLoop(engine, loop)))
+        return found
+
+    async def lose_engines() -> None:
+        lost = []
+        async with asyncio.timeout(30):
+            for hardware_class in ("compute", "bandwidth"):
+                of_class = [name for name in names if name.startswith(hardware_class)]
+                while not (busy := [name for name in of_class if (await engines[name].stats()).num_running]):
+                    await asyncio.sleep(0.001)
+                await engines[busy[0]].close()
+                lost.append(busy[0])
+            await asyncio.sleep(0.1)  # meanwhile the others play
+            for name in lost:
+                engines[name] = await asyncio.to_thread(build, name, 0)
+            for worker in workers:
+                await worker.set_engines(as_handles())
+
+    handles = as_handles()
     held = HeldQueue(queue)
     workers = [
         await asyncio.to_thread(RolloutWorker, f"w{index}", RUN, store.url, OnLoop(held, loop), handles, played, config)
         for index in range(num_workers)
     ]
+    losing = asyncio.create_task(lose_engines() if loses_engines else asyncio.sleep(0))
     held.opened.set()
     try:
         batches = []
@@ -161,6 +190,7 @@ async def run_iterations(
             if config.pipeline == "asynchronous":
                 await asyncio.sleep(0.2)  # rollouts go on under the old weights
             await queue.wait_loadable(version + 1, 60.0)
+            await losing
             await switch_weights(list(engines.values()), queue, version + 1)
         evaluation = await queue.evaluate({"guess": 3, "math": 2}, seed=1, evaluate_timeout_s=60.0, greedy=True)
         stats = await workers[0].stats()
@@ -238,3 +268,26 @@ def test_a_deterministic_run_is_the_same_with_any_number_of_workers(tmp_path, po
         assert (len(players) > 1) == (num_workers > 1), "the work was shared"
         found.append([batch_digest(store, batch) for batch in batches])
     assert found[0] == found[1] == found[2] and len(set(found[0])) == 2
+
+
+def test_a_deterministic_run_is_the_same_when_engines_are_lost_and_built_again(tmp_path, policy):
+    """What a lost engine had sampled is gone on with by another one, in the middle of a turn: the same bits."""
+    found, rerouted = [], []
+    for loses_engines in (False, True):
+        store = ObjectStore.open(str(tmp_path / str(loses_engines)))
+        config = RolloutConfig(
+            deterministic=True, pipeline="one_off", seal_after_s=0.05, score_window_s=0.02, engine_cooldown_s=0.2
+        )
+        rewards = RewardThread(store)
+        try:
+            batches, _, stats = asyncio.run(
+                run_iterations(
+                    store, policy, config, 3, delayed_families(), engines_per_class=2, loses_engines=loses_engines
+                )
+            )
+        finally:
+            rewards.stop()
+        rerouted.append(stats["proxy"]["num_rerouted"])
+        found.append([batch_digest(store, batch) for batch in batches])
+    assert rerouted[0] == 0 and rerouted[1] > 0
+    assert found[0] == found[1] and len(set(found[0])) == 3

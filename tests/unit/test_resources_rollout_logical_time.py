@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resources.rollout.config import RolloutConfig
-from resources.rollout.gate_events import BatchRequested, Start, VersionLoaded
+from resources.rollout.gate_events import BatchRequested, FirstSampled, Start, VersionLoaded
 from resources.rollout.logical_time import LogicalSchedule
 from tests.unit.test_resources_rollout_staleness import Driver, done, failed, family
 
@@ -82,6 +82,28 @@ def test_the_next_batch_begins_when_one_is_complete_and_the_load_waits_for_it() 
     driver(BatchRequested(2))
     assert driver.gate.may_load(3), "no batch comes after the last one, so its load waits for none"
     assert len(driver.starts) == 18
+
+
+@pytest.mark.parametrize("stale_policy", ["evict", "finish_masked"])
+def test_a_deterministic_batch_takes_nothing_from_an_engine_that_missed_a_switch(stale_policy: str) -> None:
+    """Within the bound, and out of the schedule: played again under the same id of its group, before the next load."""
+    driver = Driver({"a": family(groups=1)}, deterministic=True, max_staleness=2, stale_policy=stale_policy)
+    for _ in range(3):  # batches 0, 1, 2 under version 0
+        finish(driver, driver.take_starts(), 0)
+    driver(BatchRequested(0))
+    driver(VersionLoaded(1))
+    first, second = driver.take_starts()
+    assert first.group_id == "a-000003"
+    driver(done(first, version=1))
+    driver(done(second, version=0))
+    again = driver.take_starts()
+    assert [(start.group_id, start.attempt) for start in again] == [("a-000003", 1)] * 2
+    assert not driver.gate.may_load(2)
+    driver(FirstSampled(again[0].trajectory_id, 0))
+    assert [cancel.trajectory_id for cancel in driver.cancels] == [start.trajectory_id for start in again]
+    finish(driver, driver.take_starts(), 1)
+    assert driver.gate.may_load(2)
+    assert driver.gate.families["a"].counts["evicted_groups"] == 2
 
 
 def test_a_resume_at_a_version_goes_on_in_the_same_schedule() -> None:
