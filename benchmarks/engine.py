@@ -58,7 +58,10 @@ class ModelDirectory:
             tensors.update(load_file(path))
         return tensors
 
-    def directory(self, version: int) -> Path:
+    def num_bytes(self, version: int) -> int:
+        return sum(path.stat().st_size for path in self._directory.glob("*.safetensors"))
+
+    def policy_directory(self, version: int) -> Path:
         return self._directory
 
 

@@ -128,7 +128,10 @@ class DirectoryWeights:
 
         return load_file(self._directory / "model.safetensors")
 
-    def directory(self, version: int) -> Path:
+    def num_bytes(self, version: int) -> int:
+        return (self._directory / "model.safetensors").stat().st_size
+
+    def policy_directory(self, version: int) -> Path:
         return self._directory
 
 

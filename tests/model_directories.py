@@ -115,9 +115,15 @@ class PublishedVersions:
             for name, tensor in self._base.items()
         }
 
+    def num_bytes(self, version: int) -> int:
+        self._check_published(version)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._base.values())
+
     def directory(self, version: int) -> Path:
         self._check_published(version)
         return self.path
+
+    policy_directory = directory
 
     @staticmethod
     def _check_published(version: int) -> None:

@@ -72,6 +72,7 @@ class LoadReport:
     exposed_s: float
     total_s: float
     num_bytes: int
+    """Of the version's tensors as published: the policy's, or its adapter's."""
     recomputed_tokens: int = 0
     """Tokens of running histories whose KV became invalid (recomputed lazily, when they next generate)."""
 

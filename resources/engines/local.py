@@ -37,6 +37,8 @@ KV_SHARE_OF_MEMORY = 0.8
 @dataclass(frozen=True, slots=True)
 class _Fetched:
     weights: FusedWeights
+    num_bytes: int
+    """Of the version's tensors as published."""
     took_s: float
 
 
@@ -60,7 +62,7 @@ class LocalEngine:
         self._source = weights
         self._config = config
         self._device = device
-        self._layout = read_layout(Path(str(weights.directory(version))))
+        self._layout = read_layout(Path(str(weights.policy_directory(version))))
         context_length = _context_length(config, self._layout)
         _check_memory(config, self._layout, context_length, device)
         self._fetcher = ThreadPoolExecutor(
@@ -145,7 +147,7 @@ class LocalEngine:
             version=version,
             exposed_s=exposed_s,
             total_s=exposed_s + (fetched.took_s if prefetched else 0.0),
-            num_bytes=fetched.weights.num_bytes,
+            num_bytes=fetched.num_bytes,
             recomputed_tokens=recomputed,
         )
 
@@ -190,7 +192,7 @@ class LocalEngine:
     def _fetch_and_fuse(self, version: int) -> _Fetched:
         started_at = time.perf_counter()
         weights = fuse_weights(self._layout, self._source.fetch(version), version, self._device)
-        return _Fetched(weights, time.perf_counter() - started_at)
+        return _Fetched(weights, self._source.num_bytes(version), time.perf_counter() - started_at)
 
     async def _fetch(self, version: int) -> _Fetched:
         try:

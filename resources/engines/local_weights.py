@@ -25,12 +25,16 @@ from resources.engines.local_layout import ModelLayout
 class WeightSource(Protocol):
     """Where an engine finds published versions (`resources.weights.store.WeightStore` is one)."""
 
-    def fetch(self, version: int) -> dict[str, torch.Tensor]:
-        """Tensors by their Hugging Face names, verified. Blocks."""
+    def fetch(self, version: int) -> Mapping[str, torch.Tensor]:
+        """The policy's tensors by their Hugging Face names, verified; an adapter merged into its base. Blocks."""
         ...
 
-    def directory(self, version: int) -> object:
-        """Path of a Hugging Face directory of the version. Blocks."""
+    def num_bytes(self, version: int) -> int:
+        """Of the version's tensors as published. Blocks."""
+        ...
+
+    def policy_directory(self, version: int) -> object:
+        """Path of a directory with the version's ``config.json``. Blocks."""
         ...
 
 
@@ -60,8 +64,6 @@ class FusedWeights:
     layers: tuple[LayerWeights, ...]
     head: torch.Tensor
     """[E, V]"""
-    num_bytes: int
-    """Of the tensors as published."""
 
 
 def fuse_weights(
@@ -93,7 +95,6 @@ def fuse_weights(
             _fuse_layer(layout, tensors, f"model.layers.{layer}", device) for layer in range(layout.num_layers)
         ),
         head=_fold_norm(unfolded_head, final_norm),
-        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
     )
 
 

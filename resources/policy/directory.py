@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ _REMEDY = (
 )
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _LARGEST_FILE_BYTES = 64 * 2**20
+INDEX_FILE = "model.safetensors.index.json"
+"""Which tensor lies in which file, where weights lie in several."""
 
 
 def read_model_config(directory: str | Path) -> dict[str, Any]:
@@ -53,12 +56,25 @@ def check_policy_directory(directory: str | Path) -> None:
 
 def weights_digest(directory: str | Path) -> str:
     """SHA-256 over the weights of a model directory: names and contents of its ``*.safetensors``. Reads all of them."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(directory).glob("*.safetensors")):
-        digest.update(path.name.encode())
+    hashes = {}
+    for path in weight_files(directory):
         with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digest_of_hashes(hashes)
+
+
+def digest_of_hashes(hashes: Mapping[str, str]) -> str:
+    """`weights_digest` of files whose hexadecimal SHA-256 are known, by file name."""
+    digest = hashlib.sha256()
+    for name, sha256 in sorted(hashes.items()):
+        digest.update(name.encode())
+        digest.update(bytes.fromhex(sha256))
     return digest.hexdigest()
+
+
+def weight_files(directory: str | Path) -> list[Path]:
+    """Its ``*.safetensors``, by name."""
+    return sorted(Path(directory).glob("*.safetensors"))
 
 
 def policy_files(directory: str | Path) -> dict[str, bytes]:

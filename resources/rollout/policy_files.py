@@ -1,4 +1,4 @@
-"""Where does a rollout worker find the tokenizer? Beside the weights of the run's newest version."""
+"""Where does a rollout worker find the tokenizer? Beside the weights of the run's newest version, or of their base."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from pathlib import Path
 
 from resources.failures import InfrastructureFailure
 from resources.object_store import ObjectStore
+from resources.weights.base import BASE_FOLDER
 
-_VERSION = re.compile(r"v(\d+)/(.+)")
+_FOLDER = re.compile(r"(v\d+|base)/(.+)")
 
 
 def fetch_policy_files(store: ObjectStore, run_id: str) -> Path:
     """A local directory with the configuration and tokenizer files of the newest published version (no weights).
 
-    On a local store it is the version's own directory; otherwise its small files are copied to a temporary one. Raises
-    InfrastructureFailure when no version was published with its files.
+    On a local store it is the version's own directory, or that of the base where versions are adapters; otherwise its
+    small files are copied to a temporary one. Raises InfrastructureFailure when no version was published with its
+    files.
     """
     prefix = f"runs/{run_id}/weights"
-    files: dict[int, list[str]] = {}
+    files: dict[str, list[str]] = {}
     for key in store.list(prefix):
-        match = _VERSION.fullmatch(key.removeprefix(f"{prefix}/"))
+        match = _FOLDER.fullmatch(key.removeprefix(f"{prefix}/"))
         if match:
-            files.setdefault(int(match[1]), []).append(key)
+            files.setdefault(match[1], []).append(key)
     complete = [
-        version
-        for version, keys in files.items()
+        folder
+        for folder, keys in files.items()
         if {"manifest.json", "config.json", "tokenizer_config.json"} <= {key.rsplit("/", 1)[1] for key in keys}
     ]
     if not complete:
@@ -35,7 +37,7 @@ def fetch_policy_files(store: ObjectStore, run_id: str) -> Path:
             f"{store.uri(prefix)} holds no version with config.json and tokenizer_config.json; publish one before the "
             "rollout workers start, or give them a policy_directory"
         )
-    keys = files[max(complete)]
+    keys = files[max(complete, key=lambda folder: int(folder[1:]) if folder != BASE_FOLDER else -1)]
     local = store.local_path(keys[0])
     if local is not None:
         return local.parent

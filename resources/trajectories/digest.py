@@ -57,5 +57,5 @@ def run_digests(store: ObjectStore, run_id: str) -> dict[str, dict[int, str]]:
     weights = WeightStore(store, run_id)
     return {
         "batches": {v: batch_digest(store, read_batch(store, run_id, v)) for v in batch_versions(store, run_id)},
-        "weights": {v: weights.manifest(v).files["model.safetensors"].sha256 for v in weights.versions()},
+        "weights": {m.version: m.files[m.tensor_file].sha256 for m in map(weights.manifest, weights.versions())},
     }

@@ -7,10 +7,11 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from resources.object_store import TEMPORARY_PREFIX, ObjectStore
-from resources.weights.manifest import WeightManifest, WeightsDamaged, check_file
+from resources.weights.manifest import FileEntry, WeightsDamaged, check_file
 
 COPY_BYTES = 2**23
 
@@ -22,8 +23,8 @@ def default_cache() -> Path:
     )
 
 
-def cached_version(cache: Path, remote: ObjectStore, folder: str, manifest: WeightManifest) -> Path:
-    """The local directory of a version, with every file that the manifest names, checksums verified.
+def cached_version(cache: Path, remote: ObjectStore, folder: str, files: Mapping[str, FileEntry]) -> Path:
+    """The local directory of a version (or of the base), with every file that its manifest names, checksums verified.
 
     ``remote`` is the folder of all versions, ``folder`` this one's key in it. Raises WeightsDamaged when what came
     is not what the manifest names.
@@ -32,26 +33,26 @@ def cached_version(cache: Path, remote: ObjectStore, folder: str, manifest: Weig
     target = run_cache / folder
     if target.is_dir():
         try:
-            return _verified(target, manifest)
+            return _verified(target, files)
         except WeightsDamaged:
             shutil.rmtree(target, ignore_errors=True)  # a version that was replaced, or a damaged copy: fetch it anew
     download = run_cache / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     download.mkdir(parents=True)
     try:
         file_system, base = remote.arrow()
-        for name in manifest.files:
+        for name in files:
             with (
                 file_system.open_input_stream(f"{base}/{folder}/{name}", buffer_size=COPY_BYTES) as source,
                 (download / name).open("wb") as copy,
             ):
                 shutil.copyfileobj(source, copy, COPY_BYTES)
-        _verified(download, manifest)
+        _verified(download, files)
         try:
             download.rename(target)
         except OSError:
             if not target.is_dir():
                 raise
-            _verified(target, manifest)  # another process of this machine was first
+            _verified(target, files)  # another process of this machine was first
     finally:
         shutil.rmtree(download, ignore_errors=True)
     return target
@@ -66,7 +67,7 @@ def drop_absent(cache: Path, remote: ObjectStore, folders: set[str]) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def _verified(directory: Path, manifest: WeightManifest) -> Path:
-    for name, entry in manifest.files.items():
+def _verified(directory: Path, files: Mapping[str, FileEntry]) -> Path:
+    for name, entry in files.items():
         check_file(directory / name, entry)
     return directory

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from resources.failures import InfrastructureFailure
 
 TENSOR_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+"""PEFT's name for it."""
 MANIFEST_FILE = "manifest.json"
 HASH_BLOCK_BYTES = 2**20
 
@@ -33,6 +35,18 @@ class FileEntry(BaseModel):
     sha256: str
 
 
+class AdapterEntry(BaseModel):
+    """What a version that is an adapter alone stands beside: its policy is W + ``scaling`` B A of the base's W."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base_digest: str
+    """Of the base's weights (`resources.policy.directory.weights_digest`)."""
+    base: str = "base"
+    """Folder of the base, beside the versions'."""
+    scaling: float
+
+
 class WeightManifest(BaseModel):
     """Written after every file that it names, before ``latest`` points at it."""
 
@@ -46,20 +60,28 @@ class WeightManifest(BaseModel):
     published_at: float
     """Unix seconds."""
     tensors: dict[str, TensorEntry]
-    """By name, as they lie in ``model.safetensors``."""
+    """By name, as they lie in the tensors' file."""
     tied: dict[str, str]
     """Names that are left out because they are another tensor: a tied head -> the embedding."""
     files: dict[str, FileEntry]
-    """By file name: ``model.safetensors``, ``config.json``, the tokenizer's files."""
+    """By file name: ``model.safetensors``, ``config.json``, the tokenizer's files; of an adapter, PEFT's two."""
+    adapter: AdapterEntry | None = None
+    """Of a version that is an adapter alone; None: the version is the whole policy."""
+
+    @property
+    def tensor_file(self) -> str:
+        """Name of the tensors' file."""
+        return TENSOR_FILE if self.adapter is None else ADAPTER_FILE
 
     @property
     def num_bytes(self) -> int:
         """Of the tensors' file."""
-        return self.files[TENSOR_FILE].num_bytes
+        return self.files[self.tensor_file].num_bytes
 
     def same_weights(self, other: WeightManifest) -> bool:
         """Whether both hold the same tensors and files, whenever and from whatever base they were published."""
-        return (self.tensors, self.tied, self.files) == (other.tensors, other.tied, other.files)
+        ours, theirs = ((each.tensors, each.tied, each.files, each.adapter) for each in (self, other))
+        return ours == theirs
 
 
 def file_entry(path: Path) -> FileEntry:
@@ -71,6 +93,11 @@ def file_entry(path: Path) -> FileEntry:
             digest.update(block)
             num_bytes += len(block)
     return FileEntry(num_bytes=num_bytes, sha256=digest.hexdigest())
+
+
+def bytes_entry(data: bytes) -> FileEntry:
+    """Size and checksum of what a file is to hold."""
+    return FileEntry(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def check_file(path: Path, expected: FileEntry) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -11,18 +10,23 @@ from typing import TYPE_CHECKING, Literal
 
 from resources.failures import InfrastructureFailure
 from resources.object_store import ObjectStore, checked_key
+from resources.weights.adapter import MergedTensors
+from resources.weights.base import BASE_FOLDER, HeldBase, expect_base, hold_base, publish_base
 from resources.weights.download import cached_version, default_cache, drop_absent
 from resources.weights.leases import ReaderLeases
 from resources.weights.manifest import (
+    ADAPTER_FILE,
     MANIFEST_FILE,
     TENSOR_FILE,
+    AdapterEntry,
     FileEntry,
     TensorEntry,
     WeightManifest,
+    bytes_entry,
     check_file,
     file_entry,
 )
-from resources.weights.ties import split_ties
+from resources.weights.ties import expected_tensors, split_ties
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +42,8 @@ class WeightStore:
     """Versions of one run, under ``runs/<run_id>/weights/``. One publisher; any number of readers, in any process.
 
     ``v000012/`` holds ``model.safetensors``, the files of the model and ``manifest.json``, which is written after them:
-    a version without one does not exist for readers. Methods block; call them from a thread in async code.
+    a version without one does not exist for readers. A version that is an adapter alone holds PEFT's two files instead,
+    and ``base/`` the model that it stands beside. Methods block; call them from a thread in async code.
     """
 
     def __init__(
@@ -55,6 +60,16 @@ class WeightStore:
         self._cache = cache or default_cache()
         self._clock = clock
         self._leases = ReaderLeases(self._folder, clock=clock)
+        self._held: HeldBase | None = None
+
+    def publish_base(self, directory: str | Path, digest: str) -> str:
+        """Keep the model that versions are adapters of, once a run; returns where it lies. Before the first of them.
+
+        Raises ValueError when it is not the model of this digest, or when the run's adapters stand beside another one.
+        """
+        publish_base(self._folder, self._run_id, directory, digest)
+        local = self._folder.local_path(BASE_FOLDER)
+        return self._folder.uri(BASE_FOLDER) if local is None else str(local)
 
     def publish(
         self,
@@ -63,13 +78,15 @@ class WeightStore:
         *,
         files: Mapping[str, bytes] | None = None,
         base: int | None = None,
+        adapter: AdapterEntry | None = None,
         on_exist: Literal["verify", "replace"] = "verify",
     ) -> WeightManifest:
         """Write a version, then its manifest, then ``latest`` (which never moves back).
 
         ``tensors`` have their Hugging Face names. ``files`` are written beside them: with ``config.json`` and the
         tokenizer's files, the version's directory loads with ``AutoModelForCausalLM.from_pretrained``. A tied head is
-        left out and recorded (`split_ties`). A version that is already there must hold the same weights, else
+        left out and recorded (`split_ties`). With ``adapter`` the tensors are those of an adapter by PEFT's names, and
+        ``files`` its configuration. A version that is already there must hold the same weights, else
         WeightConflict; with ``on_exist="replace"`` (a resume that trains the version again, before anybody reads it)
         it is written anew. Raises ValueError for malformed names, and for an untied head that is missing.
         """
@@ -78,13 +95,14 @@ class WeightStore:
         if not tensors:
             raise ValueError(f"version {version} of run {self._run_id!r} has no tensors; publish the whole model")
         files = files or {}
+        tensor_file = TENSOR_FILE if adapter is None else ADAPTER_FILE
         for name in files:
-            if name in (TENSOR_FILE, MANIFEST_FILE) or "/" in checked_key(name):
+            if name in (tensor_file, MANIFEST_FILE) or "/" in checked_key(name):
                 raise ValueError(
-                    f"files: {name!r} is not allowed; give plain names other than {TENSOR_FILE}, {MANIFEST_FILE}"
+                    f"files: {name!r} is not allowed; give plain names other than {tensor_file}, {MANIFEST_FILE}"
                 )
         stored, tied = split_ties(tensors, files.get("config.json"))
-        staged = self._folder.staging(f"{_directory(version)}/{TENSOR_FILE}")
+        staged = self._folder.staging(f"{_directory(version)}/{tensor_file}")
         try:
             _save(stored, staged)
             manifest = WeightManifest(
@@ -94,7 +112,8 @@ class WeightStore:
                 published_at=self._clock(),
                 tensors={name: _entry(tensor) for name, tensor in sorted(stored.items())},
                 tied=tied,
-                files={TENSOR_FILE: file_entry(staged), **{name: _bytes_entry(data) for name, data in files.items()}},
+                files={tensor_file: file_entry(staged), **{name: bytes_entry(data) for name, data in files.items()}},
+                adapter=adapter,
             )
             if self._folder.exists(_manifest(version)):
                 published = self.manifest(version)
@@ -107,7 +126,9 @@ class WeightStore:
                         f"({self._folder.uri(_directory(version))}); publish the next version, or replace this one"
                     )
                 self._folder.delete(_manifest(version))
-            self._folder.adopt(f"{_directory(version)}/{TENSOR_FILE}", staged)
+                for name in published.files.keys() - manifest.files.keys():
+                    self._folder.delete(f"{_directory(version)}/{name}")
+            self._folder.adopt(f"{_directory(version)}/{tensor_file}", staged)
         finally:
             staged.unlink(missing_ok=True)
         for name, data in files.items():
@@ -125,8 +146,8 @@ class WeightStore:
 
     def versions(self) -> list[int]:
         """Published versions that have not been pruned, ascending."""
-        keys = self._folder.list()
-        return sorted(int(key[1:].partition("/")[0]) for key in keys if key.endswith(f"/{MANIFEST_FILE}"))
+        keys = [key for key in self._folder.list() if key.endswith(f"/{MANIFEST_FILE}")]
+        return sorted(int(key[1:].partition("/")[0]) for key in keys if key.startswith("v"))
 
     def manifest(self, version: int) -> WeightManifest:
         """Raises KeyError naming the versions there are when this one is not published (or pruned)."""
@@ -138,24 +159,42 @@ class WeightStore:
             ) from None
         return WeightManifest.model_validate_json(data)
 
-    def fetch(self, version: int, names_expected: set[str] | None = None) -> dict[str, torch.Tensor]:
-        """The tensors of a version by name, on the CPU, checksum verified; mapped from the file where it is local.
+    def fetch(self, version: int, names_expected: set[str] | None = None) -> Mapping[str, torch.Tensor]:
+        """The policy's tensors in a version by name, on the CPU, checksum verified; mapped from the file where it is
+        local. An adapter is merged into its base as its matrices are read (`MergedTensors`).
 
         ``names_expected`` are the names the reader will load: exactly these come back, a tied head as the tensor it is
         tied to. Raises ValueError naming what is missing and what is unmatched (S24), KeyError for a version that is
-        not published, WeightsDamaged when a file is not what the manifest names.
+        not published, WeightsDamaged when a file is not what the manifest names, or the base not the adapter's.
         """
         from safetensors.torch import load_file
 
         with self.reading(version, "fetch"):
             manifest = self.manifest(version)
-            if names_expected is not None:
-                self._check_names(manifest, names_expected)
-            tensors = load_file(self._local_directory(manifest) / TENSOR_FILE)
-        for name, target in manifest.tied.items():
-            if names_expected is not None and name in names_expected:
-                tensors[name] = tensors[target]
-        return tensors
+            tensors: Mapping[str, torch.Tensor] = load_file(self._local_directory(manifest) / manifest.tensor_file)
+        tied = manifest.tied
+        if manifest.adapter is not None:
+            base = self._base(manifest, manifest.adapter)
+            tensors = MergedTensors(base.tensors, tensors, manifest.adapter.scaling, self._named(version))
+            tied = base.tied
+        return (
+            tensors if names_expected is None else expected_tensors(tensors, tied, names_expected, self._named(version))
+        )
+
+    def num_bytes(self, version: int) -> int:
+        """Of a version's tensors as published: what travels to a reader that has the base, if it needs one."""
+        return self.manifest(version).num_bytes
+
+    def policy_directory(self, version: int) -> Path:
+        """A local directory with ``config.json`` and the tokenizer's files of a version: its own, or its base's.
+
+        Raises as `fetch`.
+        """
+        with self.reading(version, "policy_directory"):
+            manifest = self.manifest(version)
+            if manifest.adapter is not None:
+                return self._base(manifest, manifest.adapter).directory
+            return self._local_directory(manifest)
 
     def directory(self, version: int) -> Path:
         """A local directory of the version, checksums verified: the store's own, or a copy when the store is remote.
@@ -209,23 +248,26 @@ class WeightStore:
         return True
 
     def _local_directory(self, manifest: WeightManifest) -> Path:
-        folder = _directory(manifest.version)
+        return self._local_files(_directory(manifest.version), manifest.files)
+
+    def _local_files(self, folder: str, files: Mapping[str, FileEntry]) -> Path:
         local = self._folder.local_path(folder)
         if local is None:
-            drop_absent(self._cache, self._folder, {_directory(version) for version in self.versions()})
-            return cached_version(self._cache, self._folder, folder, manifest)
-        for name, entry in manifest.files.items():
+            kept = {BASE_FOLDER, *(_directory(version) for version in self.versions())}
+            drop_absent(self._cache, self._folder, kept)
+            return cached_version(self._cache, self._folder, folder, files)
+        for name, entry in files.items():
             check_file(local / name, entry)
         return local
 
-    def _check_names(self, manifest: WeightManifest, expected: set[str]) -> None:
-        missing = sorted(expected - set(manifest.tensors) - set(manifest.tied))
-        unmatched = sorted(set(manifest.tensors) - expected)
-        if missing or unmatched:
-            raise ValueError(
-                f"version {manifest.version} of run {self._run_id!r} does not fit the model that is to load it: "
-                f"missing {missing[:5]} ({len(missing)} in all), unmatched {unmatched[:5]} ({len(unmatched)} in all)"
-            )
+    def _base(self, manifest: WeightManifest, adapter: AdapterEntry) -> HeldBase:
+        if self._held is None or self._held.digest != adapter.base_digest:
+            found = expect_base(self._folder, adapter.base_digest, self._named(manifest.version))
+            self._held = hold_base(self._local_files(BASE_FOLDER, found.files), found.digest)
+        return self._held
+
+    def _named(self, version: int) -> str:
+        return f"version {version} of run {self._run_id!r}"
 
     def _move_latest(self, version: int) -> None:
         latest = self.latest()
@@ -250,7 +292,3 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 def _entry(tensor: torch.Tensor) -> TensorEntry:
     return TensorEntry(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-
-
-def _bytes_entry(data: bytes) -> FileEntry:
-    return FileEntry(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())

@@ -31,7 +31,7 @@ def split_ties(
         if first != name and tensor.numel():
             tied[name] = first
             del stored[name]
-    head_is_tied = None if config_json is None else _ties_head(config_json)
+    head_is_tied = None if config_json is None else ties_head(config_json)
     if head_is_tied and EMBEDDING in stored and HEAD not in tied:
         if HEAD in stored and not _equal(stored.pop(HEAD), stored[EMBEDDING]):
             raise ValueError(
@@ -44,11 +44,28 @@ def split_ties(
     return stored, tied
 
 
+def expected_tensors(
+    tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], expected: set[str], what: str
+) -> dict[str, torch.Tensor]:
+    """Exactly the expected names, a tied one as the tensor it equals. Raises ValueError, about ``what``, naming what is
+    missing and what is unmatched (S24)."""
+    missing = sorted(expected - tensors.keys() - tied.keys())
+    unmatched = sorted(tensors.keys() - expected)
+    if missing or unmatched:
+        raise ValueError(
+            f"{what} does not fit the model that is to load it: missing {missing[:5]} ({len(missing)} in all), "
+            f"unmatched {unmatched[:5]} ({len(unmatched)} in all)"
+        )
+    found = dict(tensors)
+    return found | {name: found[tied[name]] for name in expected - found.keys()}
+
+
 def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
 
 
-def _ties_head(config_json: bytes) -> bool:
+def ties_head(config_json: bytes) -> bool:
+    """Whether a ``config.json`` makes the head the embedding."""
     config = json.loads(config_json)
     if "tie_word_embeddings" in config:
         return bool(config["tie_word_embeddings"])

@@ -52,7 +52,7 @@ class OptimizerConfig(BaseModel):
 
 class LoraConfig(BaseModel):
     """Low-rank adapter (LoRA, arXiv 2106.09685): the policy's own weights stay frozen and the adapter is trained.
-    Versions are published merged, checkpoints hold the adapter alone."""
+    Checkpoints hold the adapter alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -62,6 +62,9 @@ class LoraConfig(BaseModel):
     """The adapter's product is scaled by ``alpha / rank``."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get an adapter, by the last part of their name."""
+    publish: Literal["adapter", "merged"] = "adapter"
+    """What a version holds. ``adapter``: the adapter alone, in PEFT's layout; the base is kept once a run beside the
+    versions, and engines merge the two. ``merged``: the whole policy, for readers that do not know PEFT."""
 
     @field_validator("targets")
     @classmethod

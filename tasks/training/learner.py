@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 
 from resources.object_store import ObjectStore
 from resources.policy.directory import policy_files, weights_digest
+from resources.weights.manifest import AdapterEntry
 from tasks.training.advantages.base import AdvantageInputs
 from tasks.training.algorithms import Algorithms
 from tasks.training.checkpoint import LearnerCounters, restore_checkpoint, save_checkpoint
 from tasks.training.config import TrainingConfig
 from tasks.training.critic import CRITIC_FILE, Critic, read_critic
 from tasks.training.forward import PolicyForward
-from tasks.training.lora import add_adapter, merged_tensors
+from tasks.training.lora import adapter_entry, adapter_files, adapter_tensors, add_adapter, merged_tensors
 from tasks.training.masks import derive_masks, is_beyond_bound, trainable_tokens
 from tasks.training.metrics import batch_metrics
 from tasks.training.model import load_policy, policy_tensors
@@ -205,21 +206,38 @@ class Learner:
             metrics["notes"] = notes
         return UpdateReport(self.version, metrics, steps_taken, skipped)
 
+    @property
+    def adapter(self) -> AdapterEntry | None:
+        """Of the adapter that versions hold; None: they hold the whole policy."""
+        lora = self.config.lora
+        if lora is None or lora.publish == "merged":
+            return None
+        assert self.base is not None, "LoRA has a base"
+        return adapter_entry(lora, self.base)
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of the weights on the CPU, by name, contiguous; a tied head is left out, an adapter is merged. Every
-        rank takes part; the first one gets them, the others nothing."""
+        """Copies of what a version holds, on the CPU, by name, contiguous: the adapter by PEFT's names, or the whole
+        policy, a tied head left out, an adapter merged. Every rank takes part; the first one gets them, the others
+        nothing."""
         tensors = policy_tensors(self.model)
         lora = self.config.lora
-        published = merged_tensors(tensors, lora) if lora else ((name, whole(each)) for name, each in tensors.items())
+        if lora is None:
+            published = ((name, whole(each)) for name, each in tensors.items())
+        else:
+            published = adapter_tensors(tensors) if self.adapter else merged_tensors(tensors, lora)
         copies: dict[str, torch.Tensor] = {}
         for name, tensor in published:
             if self.ranks.rank == 0:
                 copies[name] = tensor.detach().cpu().clone().contiguous()
         return copies
 
-    def files(self) -> dict[str, bytes]:
-        """Configuration and tokenizer files that make a published version loadable by itself."""
-        return policy_files(self.model_directory)
+    def files(self, base: str | None = None) -> dict[str, bytes]:
+        """Configuration and tokenizer files that make a published version loadable by itself. With ``base``, where the
+        base lies: the configuration of the adapter, which makes it loadable beside that."""
+        if base is None:
+            return policy_files(self.model_directory)
+        assert self.config.lora is not None, "only an adapter has a base"
+        return adapter_files(self.config.lora, base)
 
     def save(self, store: ObjectStore, prefix: str) -> None:
         """Write a checkpoint under ``prefix``; complete once ``state.json`` lies there."""

@@ -92,7 +92,13 @@ class LearnerRank:
         tensors = self.learner.tensors()
         num_bytes = 0
         if self.is_first:
-            num_bytes = self.weights.publish(version, tensors, files=self.learner.files(), on_exist="replace").num_bytes
+            adapter, base = self.learner.adapter, None
+            if adapter is not None:
+                base = self.weights.publish_base(self.settings.model_directory, adapter.base_digest)
+            files = self.learner.files(base)
+            num_bytes = self.weights.publish(
+                version, tensors, files=files, adapter=adapter, on_exist="replace"
+            ).num_bytes
         published_s = time.perf_counter() - started
         self.learner.save(self.folder, checkpoint_prefix(version))
         return {

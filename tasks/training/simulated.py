@@ -31,6 +31,8 @@ class SimulatedLearner:
 
     needs_components = False
     """No algorithm looks at its rewards."""
+    adapter = None
+    """Versions hold nothing, whatever ``training.lora`` says."""
 
     def __init__(
         self,
@@ -94,8 +96,9 @@ class SimulatedLearner:
             self._pass(self._figures.weight_bytes / self._figures.publish_bytes_per_s)
         return {"simulated.version": torch.full((64,), self.version, dtype=torch.int64)}
 
-    def files(self) -> dict[str, bytes]:
+    def files(self, base: str | None = None) -> dict[str, bytes]:
         """The policy's tokenizer and configuration files."""
+        assert base is None, "nothing is beside a base"
         return tokenizer_files(self._directory)
 
     def save(self, store: ObjectStore, prefix: str) -> None:

@@ -13,7 +13,7 @@ from tasks.training.config import LoraConfig
 from tests.unit.test_tasks_training_learner import make_batch, make_learner, own_logprobs
 from tests.unit.test_tasks_training_model import make_model_directory
 
-LORA = LoraConfig(rank=4, alpha=8)
+LORA = LoraConfig(rank=4, alpha=8, publish="merged")
 
 
 @pytest.fixture(scope="module")
