@@ -16,6 +16,7 @@ from flows.server import prefect_server
 from flows.train import train
 from resources.failures import InfrastructureFailure
 from resources.object_store import ObjectStore
+from resources.policy.directory import weights_digest
 from resources.pools.actors import ActorHandle, call_sync
 from resources.pools.placement import release_actor, start_actor, workers_by_class
 from resources.rollout.messages import Batch, BatchGroup, BatchMember
@@ -148,15 +149,23 @@ def test_a_rank_on_each_worker_and_the_loss_of_one(client: Client, directory: Pa
 
 
 def test_a_run_with_two_learner_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``pools.classes.learner.num_workers=2`` is all it takes."""
+    """``pools.classes.learner.num_workers=2`` is all it takes. It trains an adapter, which is published alone."""
     monkeypatch.setenv("ROLLART_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     config = small_config(
         tmp_path / "store", "two-ranks", num_iterations=2, evaluation={"before": False, "after": False}
     )
     with prefect_server():
-        summary = train(config, overrides={"pools.classes.learner.num_workers": 2})
-    folder = ObjectStore.open(str(tmp_path / "store")).sub(f"runs/{summary['run_id']}")
-    rows = read_metrics(folder)
+        overrides = {"pools.classes.learner.num_workers": 2, "training.lora": {"rank": 4, "alpha": 8}}
+        summary = train(config, overrides=overrides)
+    store = ObjectStore.open(str(tmp_path / "store"))
+    rows = read_metrics(store.sub(f"runs/{summary['run_id']}"))
     assert [row["num_ranks"] for row in rows] == [2, 2]
-    assert WeightStore(ObjectStore.open(str(tmp_path / "store")), summary["run_id"]).versions() == [0, 1, 2]
+    weights = WeightStore(store, summary["run_id"])
+    assert weights.versions() == [0, 1, 2]
+    base = weights.policy_directory(0)
+    for version in weights.versions():
+        manifest = weights.manifest(version)
+        assert manifest.adapter is not None and manifest.adapter.base_digest == weights_digest(base)
+        assert manifest.num_bytes < (base / "model.safetensors").stat().st_size / 10
+    assert [row["weights/num_bytes"] for row in rows] == [weights.num_bytes(version) for version in (1, 2)]
