@@ -76,7 +76,8 @@ class DeadlineEnvironment:
             return
         if self._hung is not None and not self._hung.done():
             if not inspect.iscoroutinefunction(close):
-                self._hung.add_done_callback(lambda _: self._threads.submit(close))
+                # Nobody waits for it then: should it hang as well, its thread counts as lost.
+                self._hung.add_done_callback(lambda _: self._threads.abandon(self._threads.submit(close)))
             return
         await self._call("close", self._step_deadline_s, close)
 

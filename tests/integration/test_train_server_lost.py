@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.server_watch import LOST_AFTER_S
 from resources.pools.prefect_processes import free_port, is_healthy, server_command, use_template
 from resources.pools.stack_layout import StackLayout
 from tests.integration.stack_processes import driver_environment, train_process
@@ -18,9 +19,9 @@ from tests.integration.stack_runs import recorded_iterations, small_fields, wait
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WAIT_S = 300.0
-END_S = 400.0
-"""Prefect tries each of its last calls again: the states of two iterations, and of the run. By default about a minute
-each, five times; here once."""
+END_S = LOST_AFTER_S + 120.0
+"""Prefect tries each of the last calls of a run again (the states of two iterations, and of the run), a minute each:
+until the server is given up. A call that is between two attempts then makes one more."""
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def test_a_lost_server_is_named_with_the_remedy(tmp_path: Path) -> None:
     families = fields["families"]
     fields["families"] = {name: families[name] for name in ("frozen_lake", "guess_number")}  # no reward pool
     with server(tmp_path / "server") as (process, url):
-        env = driver_environment(tmp_path / "state", PREFECT_API_URL=url, PREFECT_CLIENT_MAX_RETRIES="1")
+        env = driver_environment(tmp_path / "state", PREFECT_API_URL=url)
         with train_process(fields, tmp_path / "files", env) as driver:
             wait_for(
                 "an iteration",

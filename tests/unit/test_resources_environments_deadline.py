@@ -150,6 +150,50 @@ def test_a_blocking_call_that_hangs_keeps_its_thread_and_nothing_else() -> None:
     asyncio.run(main())
 
 
+class BlockingInClose(Blocking):
+    def close(self) -> None:
+        self.closed.set()
+        assert self.gate.wait(30)
+
+
+def test_a_close_that_hangs_is_abandoned_and_its_thread_counts_as_lost() -> None:
+    async def main() -> None:
+        threads, inner = DaemonThreads(2), BlockingInClose()
+        with pytest.raises(EnvironmentFailure, match=r"mine: close did not return within 0.05 s"):
+            await wrap(inner, deadline_s=0.05, threads=threads).close()
+        assert threads.num_abandoned == 1
+        inner.gate.set()
+
+    asyncio.run(main())
+
+
+def test_a_close_behind_a_call_that_hung_counts_as_lost_while_it_runs() -> None:
+    class Both(BlockingInClose):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step_gate = threading.Event()
+
+        def step(self, action: str) -> StepOutcome:
+            assert self.step_gate.wait(30)
+            return StepOutcome([], terminated=True)
+
+    async def main() -> None:
+        threads, inner = DaemonThreads(2), Both()
+        environment = wrap(inner, deadline_s=0.05, threads=threads)
+        with pytest.raises(EnvironmentFailure, match="step did not return"):
+            await environment.step("x")
+        await environment.close()
+        inner.step_gate.set()
+        assert await asyncio.to_thread(inner.closed.wait, 20)
+        while threads.num_abandoned != 1:  # the step has come back, the close has not
+            await asyncio.sleep(0.001)
+        inner.gate.set()
+        while threads.num_abandoned:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_blocking_environments_never_run_on_the_loops_thread_and_their_number_is_bounded() -> None:
     async def main() -> None:
         threads = DaemonThreads(2)

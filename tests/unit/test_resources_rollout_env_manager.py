@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -310,6 +311,27 @@ def test_a_close_that_raises_is_a_line_in_the_log():
     stage = Stage(("win", "stop", 0), environment=UnclosableEnvironment())
     assert stage.play().reward == 1.0
     assert stage.lines == ["run/echo-000000/0/0: close raised OSError: no such process"]
+
+
+class NeverClosingEnvironment(EchoEnvironment):
+    async def close(self):
+        await asyncio.sleep(3600)
+
+
+def test_nobody_waits_for_a_close_that_hangs():
+    stage = Stage(("win", "stop", 0), environment=NeverClosingEnvironment())
+    stage.services = dataclasses.replace(stage.services, close_deadline_s=0.01)
+    stage.manager = EnvManager(stage.manager.assignment, stage.manager._config, stage.services)
+
+    async def main():
+        trajectory = await stage.manager.play()
+        (closing,) = stage.services.closing
+        assert not closing.done(), "the trajectory is there before it"
+        await asyncio.wait_for(closing, 10)
+        return trajectory
+
+    assert asyncio.run(main()).reward == 1.0
+    assert stage.lines == ["run/echo-000000/0/0: close did not return within 0.01 s"]
 
 
 @pytest.mark.parametrize("waits_for", ["engine", "environment"])

@@ -456,6 +456,48 @@ def test_every_waiting_consumer_gets_the_batch():
     assert batch.groups[0].group_id == "inline-000001"
 
 
+def test_every_waiting_worker_wakes_and_each_trajectory_goes_to_one():
+    """S28 on the other side: 40 workers wait for orders when a load admits 16 groups. All are answered at once, each
+    with its share, without asking round and round."""
+    num_workers, num_groups, size = 40, 16, 4
+    of = families(groups_per_iteration=num_groups, group_size=size)
+    looks = 0
+
+    async def main():
+        nonlocal looks
+        queue = make_queue(of, max_staleness=0)
+        first = ScriptedWorker(queue, "first", capacity=num_groups * size)
+        await first.step()
+        await first.step()
+        await queue.collect(0, 5.0)
+        await queue.exchange(WorkerReport("first", 0))  # it takes nothing more
+        waiting = [
+            asyncio.create_task(queue.exchange(WorkerReport(f"w{number}", 4, held=()), 1.0))
+            for number in range(num_workers)
+        ]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting)
+        take = queue._dispatcher.take
+
+        def counted(*arguments):
+            nonlocal looks
+            looks += 1
+            return take(*arguments)
+
+        queue._dispatcher.take = counted
+        await queue.version_loaded(1)
+        orders = await asyncio.wait_for(asyncio.gather(*waiting), 5.0)
+        assert all(one.assignments for one in orders), "everybody gets a share"
+        for number in range(num_workers):  # what the shares left over is there for whoever asks again
+            orders.append(await queue.exchange(WorkerReport(f"w{number}", 4)))
+        await queue.close()
+        return [each.trajectory_id for one in orders for each in one.assignments]
+
+    ids = asyncio.run(main())
+    assert len(ids) == len(set(ids)) == num_groups * size
+    assert looks <= 5 * num_workers
+
+
 def test_resume_from_a_snapshot_trains_each_prompt_once():
     """S9, S10: nothing twice, nothing skipped; the next batch of a resumed run is the next version's."""
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from resources.environments.deadline import DeadlineEnvironment
 from resources.environments.family import FamilyConfig
 from resources.environments.threads import DaemonThreads
 from resources.failures import FailureClass, InfrastructureFailure
@@ -64,8 +65,11 @@ class NamedScorer:
 class Room:
     """A queue, a worker loop and their surroundings."""
 
-    def __init__(self, *, scorer=None, environment=EchoEnvironment, writer=None, generator=None, **config):
-        families = {"f": FamilyConfig(environment="echo", hardware_class="c", groups_per_iteration=1, group_size=2)}
+    def __init__(
+        self, *, scorer=None, environment=EchoEnvironment, writer=None, generator=None, family=None, make=None, **config
+    ):
+        settings = {"groups_per_iteration": 1, "group_size": 2, **(family or {})}
+        families = {"f": FamilyConfig(environment="echo", hardware_class="c", **settings)}
         self.config = RolloutConfig(
             **{
                 "exchange_wait_s": 0.05,
@@ -87,7 +91,8 @@ class Room:
         self.threads = DaemonThreads(8)
         self.loop = WorkerLoop("w", self.queue, families, self.config, handover, call=self.call, threads=self.threads)
         self.services = EpisodeServices(
-            chat=EncodingCache(LetterFormat()), proxy=self.generator, make_environment=lambda n, c: environment(),
+            chat=EncodingCache(LetterFormat()), proxy=self.generator,
+            make_environment=make or (lambda name, family: environment()),
             context_length=200, on_first_sampled=self.loop.note_first_sampled, log=self.loop.log,
         )  # fmt: skip
 
@@ -108,11 +113,11 @@ class Room:
             raise InfrastructureFailure("the wire is cut")
         return await getattr(actor, method)(*arguments)
 
-    def run(self, driver):
+    def run(self, driver, limit_s=10.0):
         async def main():
             running = asyncio.create_task(self.loop.run(self.services))
             try:
-                return await asyncio.wait_for(driver(self), 10)
+                return await asyncio.wait_for(driver(self), limit_s)
             finally:
                 await self.queue.close()
                 await asyncio.wait_for(running, 5)
@@ -224,6 +229,92 @@ def test_cancelled_trajectories_tell_what_they_had():
     assert counts["cancelled_redundant.trajectories"] == 1
     assert counts["cancelled_redundant.turns"] == 1 and counts["cancelled_redundant.reward_milli"] == -100
     assert [row.termination for row in room.writer.rows].count("cancelled_redundant") == 1
+
+
+class HangsOnce(EchoEnvironment):
+    """The first one made never answers a step; what follows it does, or not."""
+
+    num_made = 0
+    hang: tuple[int, ...] = (0,)
+
+    def __init__(self):
+        super().__init__()
+        self.number = type(self).num_made
+        type(self).num_made += 1
+
+    async def step(self, action):
+        if self.number in self.hang:
+            await asyncio.Event().wait()
+        return await super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("policy", "hangs", "expected"),
+    [
+        ("retry", 1, [8]),  # played again, and well
+        ("minimum_group", 1, [8]),
+        ("minimum_group", 3, [7]),  # the retries are used up: a short group
+        ("retry", 3, [8]),  # ... or the whole group once more
+        ("fail_fast", 1, [8]),
+    ],
+)
+def test_one_of_eight_members_never_returns(policy, hangs, expected):
+    """S3: the batch comes, by the configured policy, and the log names the member that did not."""
+
+    class Stubborn(HangsOnce):
+        num_made = 0
+        hang = tuple([0, *range(8, 7 + hangs)])  # the first, and its retries, which come after the other seven
+
+    def make(name, family):
+        return DeadlineEnvironment(
+            Stubborn(), family=name, reset_deadline_s=5.0, step_deadline_s=0.02, threads=DaemonThreads(1)
+        )
+
+    async def driver(room):
+        batch = await room.queue.collect(0, 8.0)
+        return batch, await room.queue.stats()
+
+    room = Room(make=make, family={"group_size": 8}, member_failure=policy, pipeline="synchronous", max_staleness=0)
+    batch, stats = room.run(driver)
+    assert [len(group.members) for group in batch.groups] == expected
+    counts = stats["families"]["f"]["counts"]
+    assert counts["failed.environment"] == hangs
+    assert counts.get("short_groups", 0) == (expected == [7])
+    assert (
+        counts.get("failed_groups", 0)
+        == counts.get("reissued_groups", 0)
+        == (policy == "fail_fast" or (policy == "retry" and hangs == 3))
+    )
+    named = [line for line in stats["log_records"] if "step did not return within 0.02 s" in line]
+    assert len(named) == hangs and all("run/f-000000/0/" in line for line in named)
+
+
+def test_thousands_of_trajectories_live_in_one_worker():
+    """A trajectory is a coroutine: no thread, no process of its own, however long its environment takes."""
+    number = 2000
+    all_there, inside, most_threads = asyncio.Event(), 0, 0
+
+    class SlowEnvironment(EchoEnvironment):
+        async def reset(self, seed):
+            nonlocal inside, most_threads
+            inside += 1
+            most_threads = max(most_threads, threading.active_count())
+            if inside == number:
+                all_there.set()
+            await all_there.wait()
+            return await super().reset(seed)
+
+    room = Room(
+        environment=SlowEnvironment,
+        family={"groups_per_iteration": number // 8, "group_size": 8, "max_concurrent_groups": number // 8},
+        max_concurrent_trajectories=number,
+        pipeline="synchronous",
+        max_staleness=0,
+    )
+    before = threading.active_count()
+    batch = room.run(lambda room: room.queue.collect(0, 60.0), limit_s=60.0)
+    assert sum(len(group.members) for group in batch.groups) == number == len(room.writer.rows)
+    assert most_threads <= before + 2
 
 
 class NeverAnsweringGenerator(ScriptedGenerator):
