@@ -2,14 +2,18 @@
 
 Who waits for whom. Rollouts are no stage: they go on beside all of this, under the gate of `resources/rollout`.
 
-| stage          | on      | consumes              | waits for                       | unblocks                     |
-|----------------|---------|-----------------------|---------------------------------|------------------------------|
-| collect        | control | scored groups         | rollouts and rewards of batch v | update, and iteration v + 1  |
-| update         | learner | batch v               | version v to be published       | publish                      |
-| publish        | learner | the learner's weights | the store; engines prefetch     | the switch, update v + 1     |
-| switch-weights | control | version v + 1         | iteration v - 1; a step's end   | admission of batch v+1+alpha |
-| record         | control | metrics, queue state  | nothing                         | a resume behind it           |
-| evaluate       | control | held-out episodes     | their end: no load before it    | the switch to v + 2          |
+| stage          | on      | consumes              | waits for                         | unblocks                     |
+|----------------|---------|-----------------------|-----------------------------------|------------------------------|
+| collect        | control | scored groups         | rollouts and rewards of batch v   | update, and iteration v + 1  |
+| update         | learner | batch v               | version v to be published         | publish                      |
+| publish        | learner | the learner's weights | the store; engines prefetch       | the switch, update v + 1     |
+| switch-weights | control | version v + 1         | the end of iteration v - 1; a     | admission of batch v+1+alpha |
+|                |         |                       | schedule's batches [1]; steps     |                              |
+| record         | control | metrics, queue state  | nothing                           | a resume behind it           |
+| evaluate       | control | held-out episodes     | their end: no load before it      | the end of the iteration [2] |
+
+[1] One-off and deterministic runs: what is sampled under version v is complete (`resources.rollout.logical_time`).
+[2] For which wait: the switch to v + 2, and the begin of iteration v + 2.
 
 An asynchronous or one-off run plays two iterations at once: v + 1 begins when batch v is collected (`flows.turns`).
 """
