@@ -169,6 +169,27 @@ def test_running_requests_survive_a_load(play: Callable[[Scenario], None]) -> No
     play(scenario)
 
 
+def test_weights_are_prefetched_while_requests_run(play: Callable[[Scenario], None]) -> None:
+    """They are sampled on under the old version; the load that follows exposes no more than it took in all."""
+
+    async def scenario(engine: HostedEngine) -> None:
+        running = asyncio.ensure_future(engine.generate(ask("a", max_new_tokens=480)))
+        await until(lambda stats: stats.generated_tokens >= 5, engine)
+        before = await engine.stats()
+        await engine.prefetch(4)
+        after = await engine.stats()
+        assert (after.version, after.suspended) == (3, False)
+        await until(lambda stats: stats.generated_tokens > before.generated_tokens, engine)
+        await engine.suspend()
+        report = await engine.load(4)
+        assert 0 <= report.exposed_s <= report.total_s and report.total_s > 0
+        await engine.resume()
+        versions = (await running).versions.tolist()
+        assert len(versions) == 480 and versions[0] == 3 and versions == sorted(versions)
+
+    play(scenario)
+
+
 def test_a_load_needs_a_suspended_engine_and_a_published_version(play: Callable[[Scenario], None]) -> None:
     async def scenario(engine: HostedEngine) -> None:
         with pytest.raises(EngineFailure, match="suspend it first"):
