@@ -59,6 +59,7 @@ def test_requests_are_counted() -> None:
     assert (found["requests"], found["requests lost"], found["answers thrown away"]) == (20, 1, 0)
 
 
-def test_the_simulated_run_is_one_that_train_accepts(tmp_path: Path) -> None:
-    config = load_run_file(weight_sync.simulated_run(tmp_path))
+@pytest.mark.parametrize("name", weight_sync.LOADS)
+def test_the_simulated_run_is_one_that_train_accepts(tmp_path: Path, name: str) -> None:
+    config = load_run_file(weight_sync.simulated_run(tmp_path, weight_sync.LOADS[name]))
     check_inputs(config.model_copy(update={"store": str(tmp_path / "store")}))
