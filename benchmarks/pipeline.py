@@ -64,15 +64,13 @@ def time_iterations(workload: Workload, num_iterations: int) -> list[dict[str, A
         played = play(workload, pipeline, training_s, filling + num_iterations)
         measured_s = (played.loads[-1] - played.loads[filling - 1]) / num_iterations
         rollouts_s = played.waves_s[filling:]
-        group_s = statistics.mean(seconds for of_batch in played.groups_s[filling:] for seconds in of_batch)
-        bound_s = pipeline.bound_s(rollouts_s, group_s, training_s)
+        bound_s = pipeline.bound_s(rollouts_s, training_s)
         num_trained = sum(played.lags.values())
         rows.append(
             {
                 "workload": workload.name,
                 "pipeline": pipeline.name,
                 "rollout_s": statistics.mean(rollouts_s),
-                "group_s": group_s,
                 "training_s": training_s,
                 "iteration_s": measured_s,
                 "bound_s": bound_s,

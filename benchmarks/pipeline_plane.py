@@ -45,8 +45,6 @@ class Played:
     loads: list[float]
     waves_s: list[float]
     """By batch: its longest trajectory."""
-    groups_s: list[list[float]]
-    """By batch and group: its longest trajectory."""
     lags: Counter[int]
     num_evicted: int
 
@@ -138,7 +136,7 @@ async def _switch(engines: list[EngineActor], queue: GroupQueue, version: int) -
 
 
 def _measure(store: ObjectStore, loads: list[float], batches: list[Batch], num_evicted: int) -> Played:
-    waves_s, groups_s, lags = [], [], Counter[int]()
+    waves_s, lags = [], Counter[int]()
     for batch in batches:
         of_batch = []
         for group in batch.groups:
@@ -146,5 +144,4 @@ def _measure(store: ObjectStore, loads: list[float], batches: list[Batch], num_e
             of_batch.append(max(row.finished_at - row.started_at for row in rows))
             lags.update(batch.version - row.oldest_version for row in rows if row.oldest_version is not None)
         waves_s.append(max(of_batch))
-        groups_s.append(of_batch)
-    return Played(loads, waves_s, groups_s, lags, num_evicted)
+    return Played(loads, waves_s, lags, num_evicted)

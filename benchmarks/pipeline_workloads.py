@@ -1,17 +1,18 @@
 """The work of the pipeline benchmark, and what physics allows: environments that wait, a learner that takes T seconds.
 
 Times are 1/100 of the ones they stand for: a step of 0.35 s is one of 35 s. R is the time in which a batch is generated
-(its slowest trajectory), different for each; G is the mean over groups (the slowest member of each).
+(its slowest trajectory), different for each; T is the time of an update.
 
 | pipeline            | seconds an iteration takes on average, at least |
 |---------------------|-------------------------------------------------|
 | synchronous         | mean R + T                                      |
 | one_off             | mean of max(R, T)                               |
-| asynchronous, alpha | max(T, (G + T) / (alpha + 1))                   |
+| asynchronous, alpha | max(T, (mean R + T) / (alpha + 1))              |
 
-The last one is Little's law: admission lets ``(alpha + 1) x groups`` be under way or wait for their version, and each
-is for at least its own G and the update that trains on it. With latencies that hardly vary it can be reached; with long
-tails it cannot, since a batch needs a number of groups at one moment.
+The last one: a batch's worth of groups starts when version v is published, and batch v + alpha is the last one that may
+train on them, so alpha + 1 iterations take at least their R and the update after it. That is less than max(R, T), since
+waves of rollouts overlap. It holds as long as nothing is discarded: a batch that does not wait for a slow group, which
+then becomes too old (``evicted_groups``), may be a little earlier.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Pipeline:
     def name(self) -> str:
         return f"asynchronous, alpha {self.max_staleness}" if self.pipeline == "asynchronous" else self.pipeline
 
-    def bound_s(self, rollouts_s: Sequence[float], group_s: float, training_s: float) -> float:
+    def bound_s(self, rollouts_s: Sequence[float], training_s: float) -> float:
         """Seconds of an iteration at least, given R of each batch; see the module."""
         match self.pipeline:
             case "synchronous":
@@ -63,7 +64,7 @@ class Pipeline:
             case "one_off":
                 return mean(max(rollout_s, training_s) for rollout_s in rollouts_s)
             case _:
-                return max(training_s, (group_s + training_s) / (self.max_staleness + 1))
+                return max(training_s, (mean(rollouts_s) + training_s) / (self.max_staleness + 1))
 
 
 PIPELINES = (
