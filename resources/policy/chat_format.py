@@ -102,6 +102,23 @@ class ChatFormat:
                 rest = rest[len(stop) :]
         return np.asarray(self._encode(rest), dtype=np.int32)
 
+    def check_appending(self) -> None:
+        """Raises ValueError when no turn could be appended to another: the template changes what earlier ones said."""
+        self.continuation([{"role": "user", "content": "."}], None)
+
+    def extension(self, messages: Sequence[Message], token_ids: Sequence[int] | np.ndarray) -> np.ndarray | None:
+        """int32 ids to append to ``token_ids`` so that they say what the template says over the whole conversation.
+
+        None when that is impossible: what the template says does not begin with the text of ``token_ids``, so it has
+        rewritten something. Texts are compared, never ids: what was sampled may be spelled in other tokens than the
+        tokenizer would choose.
+        """
+        text = self._render(list(messages), generation_prompt=True)
+        said = self._decode([int(token_id) for token_id in token_ids])
+        if not text.startswith(said):
+            return None
+        return np.asarray(self._encode(text[len(said) :]), dtype=np.int32)
+
     def decode_action(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of a sampled action: one stop token at its end is removed, every other special token stays visible."""
         ids = [int(token_id) for token_id in token_ids]
@@ -135,7 +152,8 @@ class ChatFormat:
         if not found:
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path!r} does not print the content of assistant "
-                "messages unchanged, so turns cannot be appended to it; use a template that does"
+                "messages unchanged, so turns cannot be appended to it; use a template that does, or, when it is "
+                "earlier turns that it changes, set rollout.history to 'template'"
             )
         return after
 

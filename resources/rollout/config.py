@@ -67,6 +67,11 @@ class RolloutConfig(BaseModel):
     length_finish: Literal["end_episode", "step"] = "end_episode"
     """A turn that ran into ``max_new_tokens``: end the episode there (truncated), or give the cut text to the
     environment and go on."""
+    history: Literal["append", "template"] = "append"
+    """What a trajectory reads at its next turn. ``append``: everything that was sampled and read, as it was, whatever
+    the chat template would now make of it. ``template``: the chat template over the whole conversation; where it
+    rewrites what was said before (drops reasoning of earlier turns, say), a new token sequence begins. The trajectory
+    then gives several rows to train on, each sampled token in one of them, and counts once in its group."""
 
     max_concurrent_trajectories: int = Field(default=512, ge=1)
     """Trajectories that one rollout worker plays at once."""

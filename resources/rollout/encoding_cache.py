@@ -23,6 +23,7 @@ class Format(Protocol):
 
     def opening(self, messages: Sequence[Message]) -> np.ndarray: ...
     def continuation(self, observation: Sequence[Message], last_token_id: int | None) -> np.ndarray: ...
+    def extension(self, messages: Sequence[Message], token_ids: np.ndarray) -> np.ndarray | None: ...
     def decode_action(self, token_ids: Sequence[int] | np.ndarray) -> str: ...
 
 
@@ -46,6 +47,14 @@ class EncodingCache:
         stop = last_token_id if last_token_id is None or last_token_id in self.stop_token_ids else -1
         key = ("continuation", _key(observation), stop)
         return self._kept(key, lambda: _frozen(self._chat.continuation(observation, last_token_id)))
+
+    def extension(self, messages: Sequence[Message], token_ids: np.ndarray) -> np.ndarray | None:
+        """Not kept: no two histories are alike."""
+        return self._chat.extension(messages, token_ids)
+
+    def whole(self, messages: Sequence[Message]) -> np.ndarray:
+        """The ids of a conversation under way. Not kept either."""
+        return self._chat.opening(messages)
 
     def decode_action(self, token_ids: np.ndarray) -> str:
         return self._kept(("action", token_ids.tobytes()), lambda: self._chat.decode_action(token_ids))

@@ -52,6 +52,8 @@ class EpisodeServices:
     """Tokens of a trajectory, at most."""
     length_finish: str = "end_episode"
     """See `RolloutConfig.length_finish`."""
+    history: str = "append"
+    """See `RolloutConfig.history`."""
     stepping: Stepping = field(default_factory=TrajectoryStepping)
     """Who takes a turn when; evaluation episodes never wait for others."""
     on_first_sampled: Callable[[str, int], None] = lambda trajectory_id, version: None
@@ -156,7 +158,7 @@ class EnvManager:
         self._prompt_length = self._tokens.num_tokens
         for _ in range(environment.max_turns):
             observation_start = self._turns[-1].action_end if self._turns else 0
-            room = self._services.context_length - self._tokens.num_tokens
+            room = self._services.context_length - len(self._tokens.sequence)
             if room <= 0:  # the prompt, or the last observation, left no room for an answer
                 await self._end("max_tokens", truncated=True)
                 return
@@ -173,7 +175,7 @@ class EnvManager:
                 await self._end("max_turns", truncated=True)
                 return
             last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
-            self._append_context(self._services.chat.continuation, outcome.observation, last)
+            self._append_observation(outcome.observation, last)
         await self._end("max_turns", truncated=True)
 
     def _open_environment(self) -> Environment:
@@ -192,12 +194,27 @@ class EnvManager:
             raise EnvironmentFailure(f"{self.assignment.family}: {error}") from error
         self._tokens.append_context(token_ids)
 
+    def _append_observation(self, observation: list[Message], last_token_id: int | None) -> None:
+        chat = self._services.chat
+        if self._services.history == "append":
+            self._append_context(chat.continuation, observation, last_token_id)
+            return
+        try:
+            rest = chat.extension(self._messages, self._tokens.sequence)
+            begins_anew = rest is None
+            rest = chat.whole(self._messages) if rest is None else rest
+        except ValueError as error:  # the template refuses the conversation
+            raise EnvironmentFailure(f"{self.assignment.family}: {error}") from error
+        if begins_anew:
+            self._tokens.begin_sequence()
+        self._tokens.append_context(rest)
+
     async def _generate(self, max_new_tokens: int) -> Generation:
         assignment, config = self.assignment, self._config
         request = GenerateRequest(
             request_id=f"{assignment.trajectory_id}:{len(self._turns)}",
             trajectory_id=assignment.trajectory_id,
-            token_ids=self._tokens.token_ids,
+            token_ids=self._tokens.sequence,
             sampling=SamplingParams(
                 temperature=config.temperature,
                 top_p=config.top_p,
@@ -206,7 +223,7 @@ class EnvManager:
                 stop_token_ids=self._services.chat.stop_token_ids,
                 greedy=assignment.greedy,
             ),
-            seed=assignment.seed_sampling,
+            seed=self._tokens.sampling_seed(assignment.seed_sampling),
         )
         self._enter("others")
         await self._services.stepping.may_generate(assignment.trajectory_id)
@@ -250,7 +267,7 @@ class EnvManager:
         if generation.finish_reason != "length":
             return False
         return self._services.length_finish == "end_episode" or (
-            self._tokens.num_tokens >= self._services.context_length
+            len(self._tokens.sequence) >= self._services.context_length
         )
 
     async def _step(self, environment: Environment, turn: Turn) -> StepOutcome:
@@ -359,6 +376,7 @@ class EnvManager:
             reset_s=self._reset_s,
             environment_s=self._environment_s,
             generation_s=self._generation_s,
+            sequence_starts=tokens.sequence_starts,
         )
 
     def _outcome(self) -> tuple[Termination, bool, FailureClass | None, str]:

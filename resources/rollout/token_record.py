@@ -7,12 +7,17 @@ import numpy as np
 from resources.engines.base import Generation
 from resources.failures import EngineFailure
 
+_SEEDS, _SEED_STEP = 1 << 62, 0x9E3779B97F4A7C15
+"""Sampling seeds are below the first; the second is odd, so no two sequences of a trajectory get the same one."""
+
 
 class TokenRecord:
     """Grows by context (prompt, observations) and by what the policy sampled; nothing appended is ever changed."""
 
     def __init__(self, capacity: int = 256) -> None:
         self.num_tokens = 0
+        self.sequence_starts: list[int] = []
+        """Positions, after 0, at which a new token sequence begins."""
         self._ids = np.empty(capacity, np.int32)
         self._mask = np.empty(capacity, np.bool_)
         self._logprobs = np.empty(capacity, np.float32)
@@ -40,6 +45,21 @@ class TokenRecord:
         self._mask[start:end] = True
         self._logprobs[start:end] = generation.logprobs
         self._versions[start:end] = generation.versions
+
+    def begin_sequence(self) -> None:
+        """What follows continues nothing that is there: the history is about to be read anew, from its beginning."""
+        self.sequence_starts.append(self.num_tokens)
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """int32 [T]: the tokens that the next generation continues."""
+        return self.token_ids[self.sequence_starts[-1] if self.sequence_starts else 0 :]
+
+    def sampling_seed(self, seed: int) -> int:
+        """Of the sequence under way. Engines draw noise by (seed, position), and every sequence counts its positions
+        from 0: with one seed they would draw alike."""
+        number = len(self.sequence_starts)
+        return (seed + number * _SEED_STEP) % _SEEDS if number else seed
 
     @property
     def token_ids(self) -> np.ndarray:

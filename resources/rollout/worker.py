@@ -208,7 +208,10 @@ class _Parts:
         from resources.policy.chat_format import ChatFormat
 
         config = self._config
-        self._chat = EncodingCache(ChatFormat.from_directory(self.directory))
+        chat = ChatFormat.from_directory(self.directory)
+        if config.history == "append":
+            chat.check_appending()
+        self._chat = EncodingCache(chat)
         self._writer = TrajectoryWriter(
             self._store, self._run_id, self._worker_id, seal_bytes=config.seal_bytes, seal_after_s=config.seal_after_s
         )
@@ -248,6 +251,7 @@ class _Parts:
             ),
             context_length=self.context_length,
             length_finish=config.length_finish,
+            history=config.history,
             stepping=BatchStepping() if config.stepping == "batch" else TrajectoryStepping(),
             on_first_sampled=self._worker_loop.note_first_sampled,
             log=self._worker_loop.log,

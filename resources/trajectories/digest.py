@@ -20,6 +20,7 @@ _SCALARS = (
     "family", "env_id", "env_version", "group_id", "member", "group_size", "seed_env", "seed_sampling", "split",
     "temperature", "top_p", "top_k", "tokenizer_hash", "template_hash", "prompt_length", "reward", "reward_components",
     "success", "termination", "truncated", "failure_class", "scorer", "scorer_version", "messages", "final_state",
+    "sequence_starts",
 )  # fmt: skip
 _OF_A_TURN = (
     "observation_start", "action_start", "action_end", "hardware_class", "finish_reason", "reward", "tool_name",

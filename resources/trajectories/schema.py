@@ -1,4 +1,4 @@
-"""How a trajectory lies in a table: schema version 1, fixed and never inferred, and the way there and back."""
+"""How a trajectory lies in a table: schema version 2, fixed and never inferred, and the way there and back."""
 
 from __future__ import annotations
 
@@ -98,6 +98,11 @@ SCHEMA_V1 = pa.schema(
     metadata={"rollart.schema": "trajectories", "rollart.schema_version": "1"},
 )
 
+SCHEMA_V2 = SCHEMA_V1.append(pa.field("sequence_starts", pa.list_(_required("item", pa.int32())))).with_metadata(
+    {"rollart.schema": "trajectories", "rollart.schema_version": "2"}
+)
+"""What is written. Version 1, whose rows are one sequence each, is still read; beside it the new column is null."""
+
 _TOKEN_COLUMNS = {
     "token_ids": np.dtype(np.int32),
     "loss_mask": np.dtype(np.bool_),
@@ -107,14 +112,14 @@ _TOKEN_COLUMNS = {
 
 
 def to_table(trajectories: Sequence[Trajectory]) -> pa.Table:
-    """One row per trajectory, in order, as SCHEMA_V1.
+    """One row per trajectory, in order, as SCHEMA_V2.
 
     Raises ValueError naming the field for a row that `check_trajectory` refuses or that does not fit its column.
     """
     for trajectory in trajectories:
         check_trajectory(trajectory)
     columns = []
-    for field in SCHEMA_V1:
+    for field in SCHEMA_V2:
         try:
             column = _column(trajectories, field)
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
@@ -122,11 +127,12 @@ def to_table(trajectories: Sequence[Trajectory]) -> pa.Table:
         if column.null_count and not field.nullable:
             raise ValueError(f"trajectory field {field.name} is None; allowed is {field.type}")
         columns.append(column)
-    return pa.Table.from_arrays(columns, schema=SCHEMA_V1)
+    return pa.Table.from_arrays(columns, schema=SCHEMA_V2)
 
 
 def from_table(table: pa.Table) -> list[Trajectory]:
-    """The trajectories of a table of SCHEMA_V1, in order; their arrays are writable and share the memory of one copy.
+    """The trajectories of a table of SCHEMA_V2 or SCHEMA_V1, in order; their arrays are writable and share the memory
+    of one copy.
 
     Raises ValueError when the table's columns or its schema version are others.
     """
@@ -143,6 +149,9 @@ def from_table(table: pa.Table) -> list[Trajectory]:
             values[field.name] = column.to_pylist()
     values["reward_components"] = [{} if text is None else from_json(text) for text in values["reward_components"]]
     values["messages"] = [from_json(text) for text in values["messages"]]
+    is_first_version = table.schema.get_field_index("sequence_starts") < 0
+    starts = [None] * table.num_rows if is_first_version else table.column("sequence_starts").to_pylist()
+    values["sequence_starts"] = [each or [] for each in starts]
     values["failure_class"] = [None if name is None else FailureClass(name) for name in values["failure_class"]]
     # By position: three times as fast as by name, and a dataclass lists its fields in order.
     return list(map(Trajectory, *(values[field.name] for field in dataclasses.fields(Trajectory))))
@@ -198,13 +207,13 @@ def _read_turns(column: pa.Array) -> list[list[Turn]]:
 
 
 def _check_schema(schema: pa.Schema) -> None:
-    if schema.equals(SCHEMA_V1):
+    if schema.equals(SCHEMA_V2) or schema.equals(SCHEMA_V1):
         return
     version = (schema.metadata or {}).get(b"rollart.schema_version", b"unknown").decode()
-    wrong = [field.name for field in SCHEMA_V1 if schema.get_field_index(field.name) < 0]
-    wrong += [field.name for field in schema if field not in list(SCHEMA_V1)]
+    wrong = [field.name for field in SCHEMA_V2 if schema.get_field_index(field.name) < 0]
+    wrong += [field.name for field in schema if field not in list(SCHEMA_V2)]
     raise ValueError(
-        f"trajectory table has schema version {version} and differs from version 1 in the columns {wrong}; "
+        f"trajectory table has schema version {version} and differs from version 2 in the columns {wrong}; "
         "read it with the release that wrote it"
     )
 

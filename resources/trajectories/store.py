@@ -14,7 +14,7 @@ import pyarrow.dataset as ds
 from resources.failures import DeadlineExceeded, InfrastructureFailure
 from resources.object_store import ObjectStore, checked_key
 from resources.trajectories.arrow_files import encode_arrow
-from resources.trajectories.schema import SCHEMA_V1, from_table, to_table
+from resources.trajectories.schema import SCHEMA_V2, from_table, to_table
 from resources.trajectories.trajectory import Trajectory, TrajectoryRef
 
 SEAL_BYTES = 4 * 2**20
@@ -184,12 +184,12 @@ def read_trajectories(store: ObjectStore, refs: Sequence[TrajectoryRef]) -> list
 
 
 def run_dataset(store: ObjectStore, run_id: str) -> ds.Dataset:
-    """All trajectory files that the run has now, as one dataset of SCHEMA_V1 (no rows when there are none).
+    """All trajectory files that the run has now, as one dataset of SCHEMA_V2 (no rows when there are none).
 
     DuckDB queries it as it is (``duckdb.sql("select family, avg(reward) from dataset group by 1")``); Polars also reads
     the files directly (``polars.scan_ipc(".../trajectories/*.arrow")``).
     """
-    return arrow_dataset(store, trajectory_folder(run_id), SCHEMA_V1)
+    return arrow_dataset(store, trajectory_folder(run_id), SCHEMA_V2)
 
 
 def arrow_dataset(store: ObjectStore, folder: str, schema: pa.Schema) -> ds.Dataset:

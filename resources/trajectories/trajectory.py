@@ -1,7 +1,8 @@
-"""A trajectory as played: the unit that rollouts produce, one row of the store (schema version 1)."""
+"""A trajectory as played: the unit that rollouts produce, one row of the store (schema version 2)."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,7 +40,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One append-only token sequence. The four token arrays have one length T."""
+    """One append-only token sequence, or several laid one behind the other. The four token arrays have one length T."""
 
     run_id: str
     trajectory_id: str
@@ -90,6 +91,15 @@ class Trajectory:
     reset_s: float = 0.0
     environment_s: float = 0.0
     generation_s: float = 0.0
+    sequence_starts: list[int] = field(default_factory=list)
+    """Positions, after 0, where a new token sequence begins: the chat template rewrote the history there
+    (`RolloutConfig.history`), and what follows was sampled after the history as rewritten. Each is the
+    ``observation_start`` of a turn, or lies behind the last action."""
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """[start, end) of each token sequence; a sampled token lies in one of them."""
+        return list(itertools.pairwise([0, *self.sequence_starts, len(self.token_ids)]))
 
     @property
     def oldest_version(self) -> int | None:

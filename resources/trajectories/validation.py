@@ -25,6 +25,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
     problem = (
         _token_problem(trajectory)
         or _turn_problem(trajectory)
+        or _sequence_problem(trajectory)
         or _outcome_problem(trajectory)
         or _name_problem(trajectory)
     )
@@ -79,6 +80,25 @@ def _turn_problem(t: Trajectory) -> str | None:
         num_sampled += turn.action_end - turn.action_start
     if num_sampled != np.count_nonzero(mask):
         return f"loss_mask is true on {np.count_nonzero(mask)} tokens; the turns' actions cover {num_sampled}"
+    return None
+
+
+def _sequence_problem(t: Trajectory) -> str | None:
+    last_action_end = t.turns[-1].action_end if t.turns else t.prompt_length
+    observation_starts = {turn.observation_start for turn in t.turns}
+    previous = 0
+    for start in t.sequence_starts:
+        if not previous < start < len(t.token_ids):
+            return (
+                f"sequence_starts is {t.sequence_starts}; allowed are ascending positions from 1 to "
+                f"{len(t.token_ids) - 1}"
+            )
+        if start not in observation_starts and start < last_action_end:
+            return (
+                f"sequence_starts holds {start}, where no turn's observation begins (they begin at "
+                f"{sorted(observation_starts)}): a sequence begins with what was read, never within an action"
+            )
+        previous = start
     return None
 
 

@@ -13,7 +13,9 @@ from tasks.training.row import TrainingRow, TurnSpan
 def training_rows(
     batch: Batch, trajectories: list[Trajectory], pool_components: Mapping[str, Mapping[str, float]] | None = None
 ) -> list[TrainingRow]:
-    """One row a member, in the manifest's order, with the *final* reward that the manifest names (None: unscored).
+    """The rows of each member, in the manifest's order, with the *final* reward that the manifest names (None:
+    unscored). A member has one row, or several when the chat template rewrote its history: one a token sequence. They
+    share their rollout, so they count once.
 
     ``trajectories`` are the members' rows in the same order; ``pool_components`` holds, by trajectory, the reward
     components of those that the reward pool judged (None: not read). Raises ValueError when a row is not the member's.
@@ -30,12 +32,13 @@ def training_rows(
                 f"batch {batch.version}: {member.ref} holds trajectory {trajectory.trajectory_id!r}, "
                 f"the manifest says {member.trajectory_id!r}; the store and the manifest are of different runs"
             )
-        rows.append(
+        components = (pool_components or {}).get(trajectory.trajectory_id, trajectory.reward_components)
+        rows.extend(
             TrainingRow(
-                token_ids=trajectory.token_ids,
-                loss_mask=trajectory.loss_mask,
-                behaviour_logprobs=trajectory.behaviour_logprobs,
-                token_versions=trajectory.token_versions,
+                token_ids=trajectory.token_ids[start:end],
+                loss_mask=trajectory.loss_mask[start:end],
+                behaviour_logprobs=trajectory.behaviour_logprobs[start:end],
+                token_versions=trajectory.token_versions[start:end],
                 temperature=trajectory.temperature,
                 reward=member.reward,
                 family=group.family,
@@ -44,13 +47,23 @@ def training_rows(
                 trajectory_id=trajectory.trajectory_id,
                 truncated=trajectory.truncated,
                 turns=tuple(
-                    TurnSpan(turn.observation_start, turn.action_start, turn.action_end, turn.reward)
+                    TurnSpan(
+                        turn.observation_start - start, turn.action_start - start, turn.action_end - start, turn.reward
+                    )
                     for turn in trajectory.turns
+                    if start <= turn.observation_start and turn.action_end <= end
                 ),
-                reward_components=(pool_components or {}).get(trajectory.trajectory_id, trajectory.reward_components),
+                reward_components=components,
             )
+            for start, end in _trained_sequences(trajectory)
         )
     return rows
+
+
+def _trained_sequences(trajectory: Trajectory) -> list[tuple[int, int]]:
+    """[start, end) of the sequences in which something was sampled; the first one when there is none (M23)."""
+    sequences = trajectory.sequences
+    return [span for span in sequences if trajectory.loss_mask[span[0] : span[1]].any()] or sequences[:1]
 
 
 def generation_seconds(trajectories: Sequence[Trajectory]) -> dict[str, float]:

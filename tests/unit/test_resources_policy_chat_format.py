@@ -110,6 +110,34 @@ def test_a_template_that_rewrites_the_past_still_gives_an_append_only_continuati
     assert text_of(chat, chat.continuation(OBSERVATION, None)).startswith("<|end|>\n<|user|>You are at 3.")
 
 
+def test_an_extension_appends_what_the_template_adds_to_what_was_said(chat: ChatFormat) -> None:
+    """M16: the sampled ids stay, however the tokenizer would spell their text."""
+    convert: Any = chat.tokenizer.convert_tokens_to_ids
+    spelled = [*(convert(letter) for letter in "left"), chat.stop_token_ids[0]]
+    said = np.concatenate([chat.opening(OPENING), spelled])
+    conversation: list[Message] = [*OPENING, {"role": "assistant", "content": "left"}, *OBSERVATION]
+    extension = chat.extension(conversation, said)
+    assert extension is not None and extension.tolist() == chat.continuation(OBSERVATION, spelled[-1]).tolist()
+    cut = chat.extension(conversation, said[:-1])
+    assert cut is not None and text_of(chat, cut).startswith("<|end|><|user|>"), "the template ends the turn itself"
+
+
+def test_a_template_that_rewrites_what_was_said_has_no_extension(directory: Path, tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}<|{{ message['role'] }}|>"
+        "{{ message['content'][:2] if message['role'] == 'assistant' and not loop.last else message['content'] }}"
+        "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    chat = with_template(directory, tmp_path / "forgetful", template)
+    for action, is_kept in (("left", False), ("le", True)):
+        ids = chat.tokenizer.encode(f"{action}<|end|>", add_special_tokens=False)
+        said = np.concatenate([chat.opening(OPENING), ids])
+        extension = chat.extension([*OPENING, {"role": "assistant", "content": action}, *OBSERVATION], said)
+        assert (extension is not None) == is_kept
+    with pytest.raises(ValueError, match=r"turns cannot be appended .* set rollout\.history to 'template'"):
+        chat.check_appending()
+
+
 def test_generation_config_adds_stop_tokens(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(directory, tmp_path / "two")
     (tmp_path / "two" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))

@@ -12,16 +12,16 @@ import pytest
 
 from resources.failures import FailureClass
 from resources.trajectories.arrow_files import decode_arrow, encode_arrow
-from resources.trajectories.schema import SCHEMA_V1, from_table, to_table
+from resources.trajectories.schema import SCHEMA_V1, SCHEMA_V2, from_table, to_table
 from resources.trajectories.trajectory import Trajectory, Turn
 from tests.trajectory_factory import assert_same, make_trajectory
 
 
 def test_the_schema_holds_every_field_of_a_trajectory() -> None:
-    assert set(SCHEMA_V1.names) == {field.name for field in dataclasses.fields(Trajectory)}
+    assert set(SCHEMA_V2.names) == {field.name for field in dataclasses.fields(Trajectory)}
     lists = ("token_ids", "loss_mask", "behaviour_logprobs", "token_versions")
-    assert all(pa.types.is_large_list(SCHEMA_V1.field(name).type) for name in lists)
-    assert SCHEMA_V1.metadata[b"rollart.schema_version"] == b"1"
+    assert all(pa.types.is_large_list(SCHEMA_V2.field(name).type) for name in lists)
+    assert SCHEMA_V2.metadata[b"rollart.schema_version"] == b"2"
 
 
 def test_rows_round_trip_through_a_file() -> None:
@@ -37,7 +37,7 @@ def test_rows_round_trip_through_a_file() -> None:
     before = [make_trajectory(0), failed, make_trajectory(2, num_tokens=6)]
     table = decode_arrow(encode_arrow(to_table(before)))
     table.validate(full=True)
-    assert table.schema.equals(SCHEMA_V1, check_metadata=True)
+    assert table.schema.equals(SCHEMA_V2, check_metadata=True)
     for left, right in zip(from_table(table), before, strict=True):
         assert_same(left, right)
     assert table.column("reward_components").to_pylist()[1] is None
@@ -62,7 +62,7 @@ def test_arrays_that_are_read_can_be_written_and_belong_to_one_row() -> None:
 
 def test_no_rows_are_a_table_of_the_schema() -> None:
     table = decode_arrow(encode_arrow(to_table([])))
-    assert table.schema.equals(SCHEMA_V1, check_metadata=True)
+    assert table.schema.equals(SCHEMA_V2, check_metadata=True)
     assert from_table(table) == []
 
 
@@ -132,6 +132,9 @@ def _with(name: str, at: int, value: Any) -> dict[str, Any]:
         ({"turns": [Turn(0, 3, 5), Turn(4, 6, 10)]}, r"turn 1 has .*\(4, 6, 10\); allowed are ascending"),
         ({"turns": [Turn(0, 3, 5), Turn(5, 6, 11)]}, "from 5 to 10"),
         ({"turns": [Turn(0, 3, 5), Turn(5, 5, 9)]}, "turn 1 sampled positions 5 to 9; loss_mask is not true"),
+        ({"sequence_starts": [4]}, r"sequence_starts holds 4, .*\[0, 5\].*never within an action"),
+        ({"sequence_starts": [5, 5]}, "allowed are ascending positions from 1 to 9"),
+        ({"sequence_starts": [10]}, "allowed are ascending positions from 1 to 9"),
         ({"reward": float("nan")}, "reward is nan"),
         ({"reward_components": {"outcome": float("inf")}}, "reward_components.outcome is inf"),
         ({"reward": 0.0, "failure_class": FailureClass.ENVIRONMENT}, "unscored: reward None"),
@@ -151,8 +154,22 @@ def test_a_wrong_row_is_refused_by_name(overrides: dict[str, Any], message: str)
 
 def test_a_table_of_another_schema_is_refused() -> None:
     table = to_table([make_trajectory()])
-    with pytest.raises(ValueError, match=r"differs from version 1 in the columns \['turns'\]"):
+    with pytest.raises(ValueError, match=r"differs from version 2 in the columns \['turns'\]"):
         from_table(table.drop_columns("turns"))
-    other = SCHEMA_V1.with_metadata({"rollart.schema_version": "2"}).append(pa.field("new", pa.string()))
-    with pytest.raises(ValueError, match=r"schema version 2 .*\['new'\]"):
+    other = SCHEMA_V2.with_metadata({"rollart.schema_version": "3"}).append(pa.field("new", pa.string()))
+    with pytest.raises(ValueError, match=r"schema version 3 .*\['new'\]"):
         from_table(pa.Table.from_pylist([], schema=other))
+
+
+def test_rows_of_several_sequences_round_trip() -> None:
+    before = [make_trajectory(0, sequence_starts=[5]), make_trajectory(1)]
+    first, second = from_table(decode_arrow(encode_arrow(to_table(before))))
+    assert_same(first, before[0])
+    assert first.sequences == [(0, 5), (5, 10)] and second.sequences == [(0, 10)]
+
+
+def test_rows_of_the_first_version_are_one_sequence_each() -> None:
+    old = to_table([make_trajectory(0), make_trajectory(1)]).drop_columns("sequence_starts").cast(SCHEMA_V1)
+    assert old.schema.metadata[b"rollart.schema_version"] == b"1"
+    for read, written in zip(from_table(decode_arrow(encode_arrow(old))), range(2), strict=True):
+        assert_same(read, make_trajectory(written))

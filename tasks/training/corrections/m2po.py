@@ -1,5 +1,9 @@
 """M2PO: masks the tokens with the largest squared log-ratios until the mean of the rest is within a bound
-(arXiv 2510.01161, section 4)."""
+(arXiv 2510.01161, section 5.2).
+
+Taken here over all trained tokens and once, before the first step, with proximal / behaviour. The paper's algorithm 1
+takes current / behaviour, and only tokens on which PPO's clip could act: A > 0 and r > 1, or A < 0 and r < 1.
+"""
 
 from __future__ import annotations
 

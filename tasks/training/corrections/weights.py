@@ -2,7 +2,7 @@
 
 Truncated: "truncated importance sampling" between engine and learner (Yao et al., "Your efficient RL framework secretly
 brings you off-policy RL training", 2025). Masked outside a range, kept as a weight inside: IcePop (arXiv 2510.18855,
-section 3). As a mask only: "masked importance sampling". By token, or by sequence (sum, or geometric mean).
+section 2.3.2). As a mask only: "masked importance sampling". By token, or by sequence (sum, or geometric mean).
 """
 
 from __future__ import annotations

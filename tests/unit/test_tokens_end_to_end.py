@@ -1,0 +1,203 @@
+"""From an engine to the learner: every sampled token is trained once, with its log-probability as it was sampled,
+whatever the chat template makes of the history."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from resources.engines.base import GenerateRequest, Generation
+from resources.engines.config import EngineConfig
+from resources.engines.local import LocalEngine
+from resources.environments.base import Message, StepOutcome
+from resources.environments.family import FamilyConfig
+from resources.policy.chat_format import ChatFormat
+from resources.policy.config import PolicyConfig
+from resources.policy.tiny import create_tiny_policy
+from resources.rollout.encoding_cache import EncodingCache
+from resources.rollout.env_manager import EnvManager, EpisodeServices
+from resources.rollout.messages import Assignment, Batch, BatchGroup, BatchMember
+from resources.trajectories.arrow_files import decode_arrow, encode_arrow
+from resources.trajectories.schema import from_table, to_table
+from resources.trajectories.trajectory import Trajectory, TrajectoryRef
+from tasks.training.advantages.base import AdvantageInputs
+from tasks.training.algorithms import Algorithms
+from tasks.training.config import TrainingConfig
+from tasks.training.learner import Learner
+from tasks.training.row import TrainingRow
+from tasks.training.rows import training_rows
+from tests.model_directories import PublishedVersions
+
+NUM_TURNS = 4
+TEMPERATURE = 0.7
+FORGETFUL = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{{ message['content'] if message['role'] != 'assistant' or loop.last else message['content'].split('e')[-1] }}"
+    "<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Keeps of earlier turns what stands behind an "e", as templates do that drop what stands before ``</think>``."""
+
+
+class TalkingEnvironment:
+    env_version, max_turns = "1", NUM_TURNS
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    async def reset(self, seed: int) -> list[Message]:
+        return [Message(role="user", content="Go left or right.")]
+
+    async def step(self, action: str) -> StepOutcome:
+        self.turn += 1
+        done = self.turn == NUM_TURNS
+        return StepOutcome([Message(role="user", content=f"You are at {self.turn}.")], reward=1.0, terminated=done)
+
+    async def close(self) -> None:
+        return None
+
+    def judgement(self) -> None:
+        return None
+
+
+class RecordingEngine:
+    """The local engine, with everything that was asked of it and answered kept."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine = engine
+        self.exchanges: list[tuple[GenerateRequest, Generation]] = []
+
+    async def generate(self, request: GenerateRequest, hardware_class: str) -> Generation:
+        answer = await self.engine.generate(request)
+        self.exchanges.append((request, answer))
+        return answer
+
+    def release(self, trajectory_id: str) -> None:
+        return None
+
+    def engine_of(self, trajectory_id: str) -> str:
+        return "e"
+
+
+@dataclass
+class Played:
+    directory: Path
+    trajectories: list[Trajectory]
+    exchanges: dict[str, list[tuple[GenerateRequest, Generation]]]
+    rows: list[TrainingRow]
+
+    def rows_of(self, trajectory: Trajectory) -> list[TrainingRow]:
+        return [row for row in self.rows if row.rollout_id == trajectory.rollout_id]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    corpus = ["Go left or right. You are at 3."] * 10
+    sizes = PolicyConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=16)
+    return create_tiny_policy(tmp_path_factory.mktemp("policy"), sizes, corpus, seed=0)
+
+
+@pytest.fixture(scope="module", params=["template", "append"])
+def played(request: pytest.FixtureRequest, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    directory = tmp_path_factory.mktemp(request.param) / "policy"
+    shutil.copytree(policy, directory)
+    (directory / "chat_template.jinja").write_text(FORGETFUL)
+    return asyncio.run(play(directory, request.param))
+
+
+async def play(directory: Path, history: str) -> Played:
+    engine = LocalEngine("e", "compute", PublishedVersions(directory), 0, EngineConfig(num_slots=2))
+    recorded = RecordingEngine(engine)
+    services = EpisodeServices(
+        chat=EncodingCache(ChatFormat.from_directory(directory)),
+        proxy=recorded,
+        make_environment=lambda name, config: TalkingEnvironment(),
+        context_length=512,
+        length_finish="step",
+        history=history,
+    )
+    family = FamilyConfig(environment="talk", hardware_class="compute", max_new_tokens=24, temperature=TEMPERATURE)
+    assignments = [Assignment("run", "talk", "talk-000000", member, 0, 2, 5, 70 + member) for member in range(2)]
+    trajectories = [await EnvManager(each, family, services).play() for each in assignments]
+    await asyncio.wait(services.closing)
+    await engine.close()
+    stored = from_table(decode_arrow(encode_arrow(to_table(trajectories))))
+    members = [
+        BatchMember(t.trajectory_id, TrajectoryRef("f", place), float(place), True, "environment", "1", 0)
+        for place, t in enumerate(stored)
+    ]
+    rows = training_rows(Batch("run", 0, (BatchGroup("talk-000000", "talk", 5, tuple(members)),)), stored)
+    exchanges = {
+        t.trajectory_id: [each for each in recorded.exchanges if each[0].trajectory_id == t.trajectory_id]
+        for t in stored
+    }
+    return Played(directory, stored, exchanges, rows)
+
+
+def test_a_rewritten_history_begins_a_row_and_an_appended_one_does_not(played: Played) -> None:
+    rewrites = played.directory.parent.name.startswith("template")
+    assert (len(played.rows) > len(played.trajectories)) == rewrites
+    for trajectory in played.trajectories:
+        rows = played.rows_of(trajectory)
+        assert len(rows) == len(trajectory.sequences)
+        assert sum(len(row.turns) for row in rows) == len(trajectory.turns) == NUM_TURNS
+
+
+def test_every_sampled_token_is_trained_once_with_the_logprob_of_the_engine(played: Played) -> None:
+    for trajectory in played.trajectories:
+        rows = played.rows_of(trajectory)
+        answers = [answer for _, answer in played.exchanges[trajectory.trajectory_id]]
+        for name, sampled in (
+            ("token_ids", [answer.token_ids for answer in answers]),
+            ("behaviour_logprobs", [answer.logprobs for answer in answers]),
+            ("token_versions", [answer.versions for answer in answers]),
+        ):
+            trained = np.concatenate([getattr(row, name)[row.loss_mask] for row in rows])
+            np.testing.assert_array_equal(trained, np.concatenate(sampled), err_msg=name)
+
+
+def test_a_row_is_what_the_engine_read_before_each_of_its_actions(played: Played) -> None:
+    """The prefix check: what is trained stands after exactly the tokens that it was sampled after."""
+    for trajectory in played.trajectories:
+        requests = iter([request for request, _ in played.exchanges[trajectory.trajectory_id]])
+        for row in played.rows_of(trajectory):
+            for turn in row.turns:
+                np.testing.assert_array_equal(next(requests).token_ids, row.token_ids[: turn.action_start])
+        assert next(requests, None) is None
+
+
+def test_the_learner_computes_the_logprobs_that_the_engine_gave(played: Played) -> None:
+    learner = Learner(played.directory, TrainingConfig(), seed=0)
+    read = learner._read_sampled(played.rows, lambda batch: learner._forward.logprobs(batch)[0])
+    for row, logprobs in zip(played.rows, read, strict=True):
+        assert row.temperature == TEMPERATURE
+        np.testing.assert_allclose(logprobs[row.loss_mask], row.behaviour_logprobs[row.loss_mask], atol=1e-4)
+
+
+def test_a_rollout_counts_once_however_many_rows_it_has(played: Played) -> None:
+    """M14. Rewards 0 and 1: the baseline is 0.5 in either mode."""
+    estimate = Algorithms(TrainingConfig()).estimate(AdvantageInputs.of(played.rows))
+    by_rollout = {row.rollout_id: set() for row in played.rows}
+    for row, values in zip(played.rows, estimate.values_RT, strict=True):
+        by_rollout[row.rollout_id].update(np.round(values, 2).tolist())
+    assert [list(values) for values in by_rollout.values()] == [[-1.0], [1.0]]
+    assert estimate.num_rollouts == 2
+
+
+def test_an_update_trains_every_sampled_token_once(played: Played) -> None:
+    report = Learner(played.directory, TrainingConfig(), seed=0).update(played.rows, 0)
+    sampled = sum(trajectory.num_sampled_tokens for trajectory in played.trajectories)
+    assert report.metrics["tokens/trained"] == sampled > 0
+    assert report.metrics["engine_difference/max"] < 1e-4
+
+
+def test_sequences_of_a_trajectory_draw_their_own_noise(played: Played) -> None:
+    for trajectory in played.trajectories:
+        seeds = {request.seed for request, _ in played.exchanges[trajectory.trajectory_id]}
+        assert len(seeds) == len(trajectory.sequences)
+        assert all(0 <= seed < 2**62 for seed in seeds)
