@@ -23,14 +23,14 @@ SIZES = {
 }
 
 
-def make_model_directory(directory: Path, *, tied: bool = True, llama: bool = False) -> Path:
+def make_model_directory(directory: Path, *, tied: bool = True, llama: bool = False, **sizes: int) -> Path:
     """A small random causal LM with visibly different weights in every layer, and one file beside it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if llama:
-            model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+            model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}, tie_word_embeddings=tied))
         else:
-            model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
+            model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **sizes}, tie_word_embeddings=tied))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
