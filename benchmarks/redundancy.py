@@ -44,7 +44,7 @@ class OnePolicy:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def directory(self, version: int) -> Path:
+    def policy_directory(self, version: int) -> Path:
         return self._directory
 
 

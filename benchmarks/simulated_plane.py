@@ -74,7 +74,7 @@ class PolicyDirectory:
         tokenizer.save_pretrained(directory)
         self.path = directory
 
-    def directory(self, version: int) -> Path:
+    def policy_directory(self, version: int) -> Path:
         return self.path
 
 

@@ -119,11 +119,9 @@ class PublishedVersions:
         self._check_published(version)
         return sum(tensor.numel() * tensor.element_size() for tensor in self._base.values())
 
-    def directory(self, version: int) -> Path:
+    def policy_directory(self, version: int) -> Path:
         self._check_published(version)
         return self.path
-
-    policy_directory = directory
 
     @staticmethod
     def _check_published(version: int) -> None:

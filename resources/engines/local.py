@@ -158,8 +158,7 @@ class LocalEngine:
         """Raises EngineFailure when the engine is dead."""
         if self._thread.failure is not None:
             raise EngineFailure(self._thread.failure)
-        counters = self._stepper.counters
-        return EngineStats(
+        return self._stepper.counters.stats(
             engine=self.name,
             hardware_class=self.hardware_class,
             version=self.version,
@@ -167,14 +166,6 @@ class LocalEngine:
             num_running=self._thread.num_running,
             num_waiting=self._thread.num_waiting,
             num_slots=self._config.num_slots,
-            generated_tokens=counters.generated_tokens,
-            prefilled_tokens=counters.prefilled_tokens,
-            cached_tokens=counters.cached_tokens,
-            recomputed_tokens=counters.recomputed_tokens,
-            busy_s=counters.busy_s,
-            prefill_s=counters.prefill_s,
-            decode_s=counters.decode_s,
-            extra={"num_steps": float(counters.num_steps)},
         )
 
     async def close(self) -> None:

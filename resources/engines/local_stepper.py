@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from resources.engines.base import FinishReason, GenerateRequest, Generation
+from resources.engines.counters import StepCounters
 from resources.engines.local_forward import LocalForward, Piece
 from resources.engines.local_sampling import sample_tokens
 from resources.engines.local_slots import SlotTable
@@ -31,18 +32,6 @@ class Ticket:
     admitted_at: float = 0.0
     first_token_at: float = 0.0
     cached_tokens: int = 0
-
-
-@dataclass(slots=True)
-class StepCounters:
-    generated_tokens: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    recomputed_tokens: int = 0
-    num_steps: int = 0
-    busy_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -99,7 +88,12 @@ class Stepper:
         completed = [piece.slot for piece in pieces if piece.completes]
         sampled = np.concatenate([singles, np.array(completed, dtype=np.int64)]) if completed else singles
         finished = self._sample(logits, sampled) if len(sampled) else []
-        self._count(started_at, len(singles), len(token_ids) - len(singles), len(sampled))
+        self.counters.count(
+            self.clock() - started_at,
+            num_decoded=len(singles),
+            num_prefilled=len(token_ids) - len(singles),
+            num_sampled=len(sampled),
+        )
         return finished
 
     def unstarted(self, ticket: Ticket, reason: FinishReason) -> Generation:
@@ -186,14 +180,3 @@ class Stepper:
         for piece in pieces:
             recomputed += max(0, min(int(outdated[piece.slot]), piece.end) - piece.start)
         self.counters.recomputed_tokens += recomputed
-
-    def _count(self, started_at: float, num_singles: int, num_piece_tokens: int, num_sampled: int) -> None:
-        counters, elapsed = self.counters, self.clock() - started_at
-        # A pass computes both kinds of rows together; its time is shared out by their numbers.
-        prefill_share = num_piece_tokens / max(1, num_singles + num_piece_tokens)
-        counters.num_steps += 1
-        counters.generated_tokens += num_sampled
-        counters.prefilled_tokens += num_piece_tokens
-        counters.busy_s += elapsed
-        counters.prefill_s += elapsed * prefill_share
-        counters.decode_s += elapsed * (1.0 - prefill_share)

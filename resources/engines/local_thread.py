@@ -10,44 +10,10 @@ from typing import Any
 
 import torch
 
+from resources.engines.answers import AnswerBox
 from resources.engines.local_stepper import Stepper, Ticket
 from resources.engines.local_weights import FusedWeights
 from resources.failures import EngineFailure
-
-Answer = tuple[asyncio.Future[Any], Any]
-
-
-class AnswerBox:
-    """Hands results to futures of event loops: one wake-up per loop and step, however many requests ended in it."""
-
-    def __init__(self) -> None:
-        self._ready: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
-
-    def put(self, future: asyncio.Future[Any], result: Any) -> None:
-        self._ready.setdefault(future.get_loop(), []).append((future, result))
-
-    def send(self) -> None:
-        if not self._ready:
-            return
-        ready, self._ready = self._ready, {}
-        for loop, answers in ready.items():
-            if loop.is_closed():
-                continue
-            try:
-                loop.call_soon_threadsafe(_settle, answers)
-            except RuntimeError:
-                # Closed since the check: nobody waits for these answers any more.
-                continue
-
-
-def _settle(answers: list[Answer]) -> None:
-    for future, result in answers:
-        if future.done():
-            continue
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
 
 
 class StepThread:

@@ -3,7 +3,8 @@
 It stands behind the engine protocol like every other one, so that the real control plane runs over it: for load tests,
 fault tests and what-if runs. The other files: `simulated_config` the figures, `simulated_timing` how long a step takes,
 `simulated_answers` which tokens, `simulated_cache` which KV is kept, `simulated_faults` what goes wrong when,
-`simulated_batch` which requests run.
+`simulated_batch` which requests run, `simulated_requests` how far each is, `simulated_transfer` when weights arrive,
+`simulated_wakeups` who looks when.
 
 The simulation is computed when somebody looks: each call first advances the batch to the clock's time, under a lock,
 and one timer on each event loop with waiting callers wakes it when the next request ends. There is no thread, and no
@@ -17,32 +18,24 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections import Counter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from resources.clock import Clock, ScaledClock, TimerHandle
+from resources.clock import Clock, ScaledClock
+from resources.engines.answers import AnswerBox
 from resources.engines.base import EngineStats, GenerateRequest, Generation, LoadReport
 from resources.engines.config import EngineConfig
 from resources.engines.request_checks import checked_request
 from resources.engines.simulated_answers import AnswerScript
-from resources.engines.simulated_batch import SimulatedBatch, SimulatedRequest
+from resources.engines.simulated_batch import SimulatedBatch
 from resources.engines.simulated_cache import PrefixKV
 from resources.engines.simulated_faults import FaultSchedule
+from resources.engines.simulated_requests import SimulatedRequest
 from resources.engines.simulated_timing import StepTiming
-from resources.failures import DeadlineExceeded, EngineFailure, RollartError
+from resources.engines.simulated_transfer import VersionSource, WeightLink
+from resources.engines.simulated_wakeups import WakeUps
+from resources.failures import DeadlineExceeded, EngineFailure
 from resources.policy.tokenizer_only import read_vocabulary_size
-
-
-class VersionSource(Protocol):
-    """Where a simulated engine finds published versions (`resources.weights.store.WeightStore` is one)."""
-
-    def directory(self, version: int) -> object:
-        """Path of a version's directory, its files verified. Blocks; raises when the version is not published."""
-        ...
-
-
-Answer = tuple[asyncio.Future[Generation], Generation | Exception]
 
 
 class SimulatedEngine:
@@ -63,11 +56,11 @@ class SimulatedEngine:
         self.hardware_class = hardware_class
         self.failure: str | None = None
         """Why no request can be answered any more; None while the engine lives."""
-        self._source, self._config = weights, config
+        self._config = config
         self._simulation = config.simulation
         self._hardware = self._simulation.of_class(hardware_class)
         self._clock = clock or ScaledClock(self._simulation.time_scale)
-        directory = Path(str(weights.directory(version)))
+        directory = Path(str(weights.policy_directory(version)))
         context_length = _context_length(config, directory)
         self._vocab_size = read_vocabulary_size(directory)
         capacity = self._simulation.kv_capacity_tokens(hardware_class)
@@ -92,11 +85,10 @@ class SimulatedEngine:
         )
         self._lock = threading.Lock()
         self._futures: dict[SimulatedRequest, asyncio.Future[Generation]] = {}
-        self._waiters: Counter[asyncio.AbstractEventLoop] = Counter()
-        """Callers that wait, by event loop."""
-        self._timers: dict[asyncio.AbstractEventLoop, tuple[float, TimerHandle]] = {}
-        self._arrivals: dict[int, tuple[float, float]] = {}
-        """When the transfer of each fetched version began, and when its last byte is there."""
+        self._answers = AnswerBox()
+        self._wakeups = WakeUps(self._clock, self._look)
+        transfer_s = self._simulation.weight_bytes / self._hardware.load_bytes_per_s
+        self._link = WeightLink(name, weights, self._clock, transfer_s)
 
     @property
     def version(self) -> int:
@@ -123,9 +115,9 @@ class SimulatedEngine:
             if self._batch.holds(request.request_id):
                 raise EngineFailure(f"engine {self.name}: request {request.request_id} is running already")
             self._futures[self._batch.submit(request, now)] = future
-            self._waiters[loop] += 1
+            self._wakeups.enter(loop)
             self._advance()
-            self._set_timer(loop)
+            self._wakeups.arm(loop, self._next_event())
         try:
             return await future
         except asyncio.CancelledError:
@@ -136,16 +128,13 @@ class SimulatedEngine:
             raise
         finally:
             with self._lock:
-                self._waiters[loop] -= 1
-                if not self._waiters[loop]:
-                    del self._waiters[loop]
-                    self._cancel_timer(loop)
+                self._wakeups.leave(loop)
 
     async def abort(self, request_id: str) -> None:
         with self._lock:
             self._batch.abort(request_id, self._advance())
             self._advance()
-            self._wake_loops()
+            self._wakeups.look_everywhere()
 
     async def release(self, trajectory_id: str) -> None:
         with self._lock:
@@ -154,7 +143,7 @@ class SimulatedEngine:
     async def prefetch(self, version: int) -> None:
         """Let a version's weights arrive beside the ones in use. Raises EngineFailure when it cannot be fetched."""
         if version != self.version:
-            await self._fetch(version)
+            await self._link.fetch(version)
 
     async def suspend(self) -> None:
         """See `Engine`. Raises DeadlineExceeded when the step that runs does not end in time."""
@@ -171,7 +160,7 @@ class SimulatedEngine:
             await self._clock.sleep(left_s)
         with self._lock:
             self._advance()
-            self._wake_loops()
+            self._wakeups.look_everywhere()
 
     async def load(self, version: int) -> LoadReport:
         """See `Engine.load`. Raises EngineFailure when not suspended, or when the version cannot be fetched; the engine
@@ -182,7 +171,7 @@ class SimulatedEngine:
             raise EngineFailure(f"engine {self.name}: load of version {version} while it serves; suspend it first")
         if version == self.version:
             return LoadReport(version, exposed_s=0.0, total_s=0.0, num_bytes=0)
-        began_at, _ = await self._fetch(version)
+        began_at = await self._link.fetch(version)
         weight_bytes = self._simulation.weight_bytes
         if self._hardware.swap_bytes_per_s is not None:
             await self._clock.sleep(weight_bytes / self._hardware.swap_bytes_per_s)
@@ -191,10 +180,9 @@ class SimulatedEngine:
             if not self.suspended:
                 raise EngineFailure(f"engine {self.name}: load of version {version} while it serves; suspend it first")
             recomputed = self._batch.switch(version)
-            self._arrivals = {other: times for other, times in self._arrivals.items() if other > version}
+            self._link.loaded(version)
         exposed_s = self._clock.now() - started_at
-        # The part of the transfer that lay before the load was hidden behind serving.
-        hidden_s = self._hidden_s(began_at, started_at)
+        hidden_s = self._link.hidden_s(began_at, started_at)
         return LoadReport(
             version=version,
             exposed_s=exposed_s / self._clock.scale,
@@ -208,30 +196,22 @@ class SimulatedEngine:
             self._check_alive()
             self._batch.resume(self._clock.now())
             self._advance()
-            self._wake_loops()
+            self._wakeups.look_everywhere()
 
     async def stats(self) -> EngineStats:
         """Raises EngineFailure when the engine is dead."""
         with self._lock:
             self._advance()
             self._check_alive()
-            batch, counters = self._batch, self._batch.counters
-            return EngineStats(
+            return self._batch.counters.stats(
                 engine=self.name,
                 hardware_class=self.hardware_class,
                 version=self.version,
                 suspended=self.suspended,
-                num_running=batch.num_running,
-                num_waiting=batch.num_waiting,
+                num_running=self._batch.num_running,
+                num_waiting=self._batch.num_waiting,
                 num_slots=self._config.num_slots,
-                generated_tokens=counters.generated_tokens,
-                prefilled_tokens=counters.prefilled_tokens,
-                cached_tokens=counters.cached_tokens,
-                recomputed_tokens=counters.recomputed_tokens,
-                busy_s=counters.busy_s,
-                prefill_s=counters.prefill_s,
-                decode_s=counters.decode_s,
-                extra={"num_steps": float(counters.num_steps), "time_scale": self._clock.scale},
+                time_scale=self._clock.scale,
             )
 
     async def close(self) -> None:
@@ -268,73 +248,25 @@ class SimulatedEngine:
         self._settle([(one, EngineFailure(reason)) for one in list(self._futures)])
 
     def _settle(self, answers: list[tuple[SimulatedRequest, Generation | Exception]]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
         for one, answer in answers:
             future = self._futures.pop(one, None)
             if future is not None:  # else: its caller was cancelled
-                by_loop.setdefault(future.get_loop(), []).append((future, answer))
-        for loop, of_loop in by_loop.items():
-            _on_loop(loop, _set_results, of_loop)
+                self._answers.put(future, answer)
+        self._answers.send()
 
-    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wake this loop (the running one) when the next request ends, and not before."""
-        when = None if self.failure is not None else self._batch.next_event()
-        timer = self._timers.get(loop)
-        if timer is not None:
-            if when is not None and timer[0] <= when:
-                return  # it looks again then
-            self._cancel_timer(loop)
-        if when is not None:
-            self._timers[loop] = when, self._clock.call_at(when, lambda: self._wake(loop))
+    def _next_event(self) -> float | None:
+        return None if self.failure is not None else self._batch.next_event()
 
-    def _cancel_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        timer = self._timers.pop(loop, None)
-        if timer is not None:
-            timer[1].cancel()
-
-    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            self._timers.pop(loop, None)
+            self._wakeups.disarm(loop)
             self._advance()
-            if self._waiters[loop]:
-                self._set_timer(loop)
-
-    def _wake_loops(self) -> None:
-        """What ends next may have changed for every loop with callers."""
-        for loop in list(self._waiters):
-            _on_loop(loop, self._look_again, loop)
-
-    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._cancel_timer(loop)
-        self._wake(loop)
+            if self._wakeups.waits(loop):
+                self._wakeups.arm(loop, self._next_event())
 
     def _check_alive(self) -> None:
         if self.failure is not None:
             raise EngineFailure(self.failure)
-
-    # -- weights -----------------------------------------------------------------------------------------------------
-
-    async def _fetch(self, version: int) -> tuple[float, float]:
-        """Returns when all of the version's bytes are there: (began, arrived), simulated seconds."""
-        if version not in self._arrivals:
-            try:
-                await asyncio.to_thread(self._source.directory, version)
-            except (ValueError, KeyError, OSError, RollartError) as error:
-                raise EngineFailure(f"engine {self.name}: version {version} cannot be fetched: {error}") from error
-        if version not in self._arrivals:
-            # Transfers follow each other on one link.
-            now = self._clock.now()
-            begins = max([now, *(arrived for _, arrived in self._arrivals.values())])
-            arrives = begins + self._simulation.weight_bytes / self._hardware.load_bytes_per_s
-            self._arrivals[version] = begins, arrives
-        began, arrived = self._arrivals[version]
-        while (left_s := arrived - self._clock.now()) > 0:
-            await self._clock.sleep(left_s)
-        return began, arrived
-
-    def _hidden_s(self, began_at: float, load_started_at: float) -> float:
-        transfer_s = self._simulation.weight_bytes / self._hardware.load_bytes_per_s
-        return min(transfer_s, max(0.0, load_started_at - began_at))
 
 
 def _context_length(config: EngineConfig, directory: Path) -> int:
@@ -347,26 +279,3 @@ def _context_length(config: EngineConfig, directory: Path) -> int:
             f"engine.context_length is not given, and {str(path)!r} names no max_position_embeddings; set it"
         )
     return length
-
-
-def _on_loop(loop: asyncio.AbstractEventLoop, function: Any, *arguments: Any) -> None:
-    """Call on a loop: soon on the running one, else thread-safe; not at all when the loop is closed."""
-    try:
-        running = asyncio.get_running_loop()
-    except RuntimeError:
-        running = None
-    try:
-        (loop.call_soon if loop is running else loop.call_soon_threadsafe)(function, *arguments)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-
-
-def _set_results(answers: list[Answer]) -> None:
-    for future, result in answers:
-        if future.done():
-            continue
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)

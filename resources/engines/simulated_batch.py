@@ -9,58 +9,19 @@ step can no longer be changed, and what it finishes is handed over then. Whateve
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from resources.engines.base import FinishReason, GenerateRequest, Generation
+from resources.engines.counters import StepCounters
 from resources.engines.simulated_answers import AnswerPlan, AnswerScript
 from resources.engines.simulated_cache import PrefixKV
 from resources.engines.simulated_faults import FaultSchedule
+from resources.engines.simulated_requests import DecodingRequests, SimulatedRequest
 from resources.engines.simulated_timing import StepTiming
 
 NOTHING = np.empty(0, dtype=np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedRequest:
-    """A request on its way through the engine. Times are simulated seconds."""
-
-    request: GenerateRequest
-    plan: AnswerPlan
-    submitted_at: float
-    admitted_at: float = 0.0
-    first_token_at: float | None = None
-    cached_tokens: int = 0
-    kv_length: int = 0
-    """While it is prefilled: tokens of the history whose KV is there."""
-    outdated: int = 0
-    """Tokens at the beginning of the history whose KV was there under an older version."""
-    num_sampled: int = 0
-    """As of ``at_step``; while it decodes, one more with every step since then."""
-    at_step: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, tokens sampled before it): where the tokens of older versions end."""
-    decoding: bool = False
-    ended: bool = False
-    released: bool = False
-
-    def __lt__(self, other: SimulatedRequest) -> bool:
-        return self.submitted_at < other.submitted_at
-
-
-@dataclass(slots=True)
-class BatchCounters:
-    generated_tokens: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    recomputed_tokens: int = 0
-    num_steps: int = 0
-    busy_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
 
 
 Finished = tuple[float, SimulatedRequest, Generation]
@@ -87,7 +48,7 @@ class SimulatedBatch:
     ) -> None:
         self.engine, self.hardware_class, self.version = engine, hardware_class, version
         self.suspended = False
-        self.counters = BatchCounters()
+        self.counters = StepCounters()
         self.faults = faults
         self.boundary = 0.0
         """End of the last step that was taken, or is being taken."""
@@ -98,13 +59,8 @@ class SimulatedBatch:
         self._time_scale = time_scale
         self._waiting: deque[SimulatedRequest] = deque()
         self._prefilling: deque[SimulatedRequest] = deque()
-        self._ends: list[tuple[int, SimulatedRequest]] = []
-        """Heap of (step after which it has all its tokens, decoding request); ended ones may still be in it."""
         self._running: dict[str, SimulatedRequest] = {}
-        self._step = 0
-        self._num_decoding = 0
-        self._kv_decoding = 0
-        """KV tokens that a decode step reads."""
+        self._decoding = DecodingRequests()
         self._reserved = 0
         """KV tokens that the running requests may come to need."""
         self._finished: list[Finished] = []
@@ -166,9 +122,10 @@ class SimulatedBatch:
         lost = self._cache.outdate()
         for one in self._running.values():
             if one.decoding:
-                self._stop_decoding(one)
-                one.outdated = max(one.outdated, self._length(one) - 1)
-                lost += self._length(one) - 1
+                self._decoding.stop(one)
+                in_cache = self._decoding.length(one) - 1
+                one.outdated = max(one.outdated, in_cache)
+                lost += in_cache
                 self._prefilling.append(one)
             else:
                 lost += one.kv_length
@@ -221,9 +178,9 @@ class SimulatedBatch:
             return self.boundary
         if begins > self.boundary or self._prefilling or self._can_admit():
             return begins if begins < float("inf") else None
-        num_steps = self._steps_to_next_end()
+        num_steps = self._decoding.steps_to_next_end()
         ends = self.boundary + self._timing.decode_steps(
-            num_steps, self._num_decoding, self._kv_decoding
+            num_steps, len(self._decoding), self._decoding.kv_tokens
         ) * self.faults.slowdown(self.boundary)
         return min(ends, self.faults.next_change(self.boundary))
 
@@ -236,7 +193,7 @@ class SimulatedBatch:
             one.cached_tokens = one.kv_length = reuse.cached
             one.outdated = reuse.outdated
             self._running[request.request_id] = one
-            self._reserved += self._most(one)
+            self._reserved += one.most_tokens(self._context_length)
             self._cache.make_room(self._kv_capacity - self._reserved)
             self._prefilling.append(one)
             self.counters.cached_tokens += reuse.cached
@@ -245,14 +202,14 @@ class SimulatedBatch:
         return (
             bool(self._waiting)
             and len(self._running) < self._num_slots
-            and self._reserved + self._most(self._waiting[0]) <= self._kv_capacity
+            and self._reserved + self._waiting[0].most_tokens(self._context_length) <= self._kv_capacity
         )
 
     def _mixed_step(self) -> None:
         """One step: a token for every decoding request, and pieces of missing histories, first come first served."""
-        budget, kv_tokens, completed = self._max_prefill, self._kv_decoding, []
+        budget, kv_tokens, completed = self._max_prefill, self._decoding.kv_tokens, []
         for one in self._prefilling:
-            start, length = one.kv_length, self._length(one)
+            start, length = one.kv_length, self._decoding.length(one)
             end = min(length, start + budget)
             self.counters.recomputed_tokens += max(0, min(one.outdated, end) - start)
             one.kv_length = end
@@ -263,7 +220,7 @@ class SimulatedBatch:
             if not budget:
                 break
         num_prefilled = self._max_prefill - budget
-        duration = self._timing.step(num_prefilled + self._num_decoding, kv_tokens)
+        duration = self._timing.step(num_prefilled + len(self._decoding), kv_tokens)
         self._take(1, duration * self.faults.slowdown(self.boundary), num_prefilled)
         for one in completed:
             self._prefilling.popleft()
@@ -272,70 +229,48 @@ class SimulatedBatch:
 
     def _decode(self, until: float) -> None:
         """Steps up to the next end of a request, but none that begins after ``until``."""
-        most, slowdown = self._steps_to_next_end(), self.faults.slowdown(self.boundary)
-        batch, kv_tokens = self._num_decoding, self._kv_decoding
+        most, slowdown = self._decoding.steps_to_next_end(), self.faults.slowdown(self.boundary)
+        batch, kv_tokens = len(self._decoding), self._decoding.kv_tokens
         num_steps = self._timing.decode_steps_beyond((until - self.boundary) / slowdown, most, batch, kv_tokens)
         self._take(num_steps, self._timing.decode_steps(num_steps, batch, kv_tokens) * slowdown, 0)
         self._finish_ended()
 
     def _take(self, num_steps: int, duration: float, num_prefilled: int) -> None:
-        counters, real_s = self.counters, duration / self._time_scale
-        self._step += num_steps
+        num_decoding = len(self._decoding)
+        self._decoding.take(num_steps)
         self.boundary += duration
-        self._kv_decoding += num_steps * self._num_decoding
-        # A step computes both kinds of rows together; its time is shared out by their numbers.
-        prefill_share = num_prefilled / max(1, num_prefilled + self._num_decoding)
-        counters.num_steps += num_steps
-        counters.generated_tokens += num_steps * self._num_decoding
-        counters.prefilled_tokens += num_prefilled
-        counters.busy_s += real_s
-        counters.prefill_s += real_s * prefill_share
-        counters.decode_s += real_s * (1.0 - prefill_share)
-
-    def _steps_to_next_end(self) -> int:
-        while self._ends[0][1].ended or not self._ends[0][1].decoding:
-            heapq.heappop(self._ends)
-        return self._ends[0][0] - self._step
+        self.counters.count(
+            duration / self._time_scale,
+            num_decoded=num_decoding,
+            num_prefilled=num_prefilled,
+            num_sampled=num_steps * num_decoding,
+            num_steps=num_steps,
+        )
 
     # -- one request -------------------------------------------------------------------------------------------------
 
     def _start_decoding(self, one: SimulatedRequest) -> None:
-        """Its history is complete as of the step just taken, which sampled its next token as well."""
-        one.num_sampled += 1
-        one.at_step = self._step
-        one.decoding = True
-        one.outdated = 0
+        self._decoding.start(one)
         if one.first_token_at is None:
             one.first_token_at = self.boundary
         self.counters.generated_tokens += 1
-        self._num_decoding += 1
-        self._kv_decoding += self._length(one)
-        heapq.heappush(self._ends, (self._step + one.plan.num_tokens - one.num_sampled, one))
-
-    def _stop_decoding(self, one: SimulatedRequest) -> None:
-        self._kv_decoding -= self._length(one)
-        self._num_decoding -= 1
-        one.num_sampled = self._sampled(one)
-        one.decoding = False
 
     def _finish_ended(self) -> None:
-        while self._ends and (self._ends[0][0] <= self._step or self._ends[0][1].ended):
-            _, one = heapq.heappop(self._ends)
-            if one.decoding and not one.ended and self._sampled(one) >= one.plan.num_tokens:
-                self._finish(one, one.plan.finish_reason, self.boundary, self._remove(one))
+        for one in self._decoding.take_ended():
+            self._finish(one, one.plan.finish_reason, self.boundary, self._remove(one))
 
     def _remove(self, one: SimulatedRequest) -> np.ndarray:
         """Out of the batch; its KV is kept for the trajectory's next turn, unless nobody will have one. Returns what it
         has sampled."""
         if one.decoding:
-            self._stop_decoding(one)
-            in_cache = self._length(one) - 1  # the last token's KV was never needed
+            self._decoding.stop(one)
+            in_cache = self._decoding.length(one) - 1  # the last token's KV was never needed
         else:
             self._prefilling.remove(one)
             in_cache = one.kv_length
         one.ended = True
         del self._running[one.request.request_id]
-        self._reserved -= self._most(one)
+        self._reserved -= one.most_tokens(self._context_length)
         history, token_ids = one.request.token_ids, self._script.tokens(one.request, one.plan, one.num_sampled)
         if in_cache > 0 and not one.released:
             sampled = token_ids[: max(0, in_cache - len(history))]
@@ -350,7 +285,7 @@ class SimulatedBatch:
             trajectory_id=one.request.trajectory_id,
             token_ids=token_ids,
             logprobs=np.full(one.num_sampled, self._script.logprob, dtype=np.float32),
-            versions=self._versions(one, wrong=self.faults.claims_wrong_version(at)),
+            versions=one.versions(self.version + self.faults.claims_wrong_version(at)),
             finish_reason=reason,
             engine=self.engine,
             hardware_class=self.hardware_class,
@@ -360,19 +295,3 @@ class SimulatedBatch:
             decode_s=(at - first_token_at) / self._time_scale,
         )
         self._finished.append((at, one, generation))
-
-    def _versions(self, one: SimulatedRequest, *, wrong: bool) -> np.ndarray:
-        versions = np.full(one.num_sampled, self.version + wrong, dtype=np.int32)
-        for version, until in reversed(one.spans):
-            versions[:until] = version
-        return versions
-
-    def _sampled(self, one: SimulatedRequest) -> int:
-        return one.num_sampled + (self._step - one.at_step if one.decoding else 0)
-
-    def _length(self, one: SimulatedRequest) -> int:
-        return len(one.request.token_ids) + self._sampled(one)
-
-    def _most(self, one: SimulatedRequest) -> int:
-        """KV tokens that it may come to need; the engine does not know how long its answer will be."""
-        return min(self._context_length, len(one.request.token_ids) + one.request.sampling.max_new_tokens)

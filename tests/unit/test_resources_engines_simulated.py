@@ -31,7 +31,7 @@ class TokenizerlessVersions:
         (directory / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 256}')
         self._directory = directory
 
-    def directory(self, version: int) -> Path:
+    def policy_directory(self, version: int) -> Path:
         if version < 0:
             raise KeyError(f"version {version} is not published")
         return self._directory

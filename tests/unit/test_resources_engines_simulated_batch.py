@@ -158,7 +158,7 @@ def test_every_request_ends_once_whatever_happens(seed: int) -> None:
         ended[generation.request_id] = generation
     assert ended.keys() == asked.keys()
     assert one.num_running == one.num_waiting == 0 and one.next_event() is None
-    assert one._num_decoding == 0 and one._kv_decoding == 0 and one._reserved == 0
+    assert len(one._decoding) == 0 and one._decoding.kv_tokens == 0 and one._reserved == 0
     assert one.counters.generated_tokens == sum(len(generation.token_ids) for generation in ended.values())
     for generation in ended.values():
         assert len(generation.token_ids) == len(generation.versions) == len(generation.logprobs)
