@@ -22,7 +22,7 @@ from resources.pools.cluster import open_pools
 from resources.pools.import_ahead import import_all
 from resources.pools.preflight import ServingClasses, check_pools
 
-PRELOAD = ("prefect", "flows.task_runner", "flows.iteration", "flows.warm_start")
+PRELOAD = ("prefect", "flows.task_runner", "flows.pool_task", "flows.iteration", "flows.warm_start")
 """What workers import before they take work: Prefect and the stages alone cost the first task some seconds."""
 ROLE_IMPORTS: dict[Role, tuple[str, ...]] = {
     "engine": ("resources.engines.local", "transformers:AutoConfig"),

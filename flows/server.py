@@ -26,8 +26,8 @@ from prefect.settings import (
 )
 from prefect.utilities.callables import get_call_parameters
 
+from flows.pool_task import hand_in_reports
 from flows.server_watch import server_watched
-from flows.task_runner import hand_in_reports
 from resources.failures import InfrastructureFailure
 from resources.pools.local_stack import local_stack
 from resources.state_dir import state_dir as default_state_dir

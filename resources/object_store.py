@@ -1,4 +1,5 @@
-"""Where the data plane keeps its files: whole objects under keys, on a file system or in an S3 bucket."""
+"""Where the data plane keeps its files: whole objects under keys, on a file system or in an S3 bucket
+(`resources.s3_object_store`)."""
 
 from __future__ import annotations
 
@@ -6,11 +7,9 @@ import errno
 import json
 import os
 import shutil
-import tempfile
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
 
 TEMPORARY_PREFIX = ".tmp-"
 """File names that begin so are objects being written: never listed, and skipped by pyarrow.dataset."""
-CONNECT_TIMEOUT_S = 10
-READ_TIMEOUT_S = 60
-CONFLICT_RETRIES = 5
 
 
 class ObjectStore(ABC):
@@ -54,6 +50,8 @@ class ObjectStore(ABC):
             bucket, _, prefix = rest.partition("/")
             if not bucket:
                 raise ValueError(f"store: {text!r} names no bucket: s3://bucket/prefix")
+            from resources.s3_object_store import S3ObjectStore  # here: it is an ObjectStore itself
+
             return S3ObjectStore(bucket, prefix.strip("/"))
         raise ValueError(f"store: scheme {scheme!r} in {text!r}; allowed: file:///path, s3://bucket/prefix or a path")
 
@@ -183,7 +181,7 @@ class LocalObjectStore(ObjectStore):
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            temporary = _temporary_beside(path)
+            temporary = temporary_beside(path)
             shutil.copyfile(source, temporary)
             os.replace(temporary, path)
             source.unlink()
@@ -191,7 +189,7 @@ class LocalObjectStore(ObjectStore):
     def staging(self, key: str) -> Path:
         path = self.local_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _temporary_beside(path)
+        return temporary_beside(path)
 
     def get(self, key: str) -> bytes:
         try:
@@ -230,7 +228,7 @@ class LocalObjectStore(ObjectStore):
         return "choose a folder that this user may write, on a file system with hard links"
 
     def _write_beside(self, path: Path, data: bytes | memoryview) -> Path:
-        temporary = _temporary_beside(path)
+        temporary = temporary_beside(path)
         try:
             file = temporary.open("wb", buffering=0)
         except FileNotFoundError:
@@ -245,115 +243,6 @@ class LocalObjectStore(ObjectStore):
             temporary.unlink(missing_ok=True)
             raise
         return temporary
-
-
-class S3ObjectStore(ObjectStore):
-    """A prefix of a bucket, through s3fs. The endpoint is AWS_ENDPOINT_URL (path-style) when set, credentials are the
-    usual AWS variables or files. `create` is a conditional write (If-None-Match), which the service must support."""
-
-    def __init__(self, bucket: str, prefix: str) -> None:
-        self.bucket = bucket
-        self.base = f"{bucket}/{prefix}" if prefix else bucket
-        self.url = f"s3://{self.base}"
-
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        with self._os_errors():
-            self._fs.pipe_file(self._path(key), bytes(data))
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        for attempt in range(CONFLICT_RETRIES):
-            try:
-                with self._os_errors():
-                    self._fs.pipe_file(self._path(key), bytes(data), mode="create")
-                return True
-            except FileExistsError:
-                return False
-            except OSError as error:
-                # Two conditional writes of one key at once: the service may ask the loser to come again.
-                if "ConditionalRequestConflict" not in repr(error.__cause__) or attempt == CONFLICT_RETRIES - 1:
-                    raise
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    def adopt(self, key: str, source: Path) -> None:
-        with self._os_errors():
-            self._fs.put_file(str(source), self._path(key))
-        source.unlink()
-
-    def staging(self, key: str) -> Path:
-        checked_key(key)
-        folder = Path(tempfile.gettempdir()) / "rollart-staging"
-        folder.mkdir(parents=True, exist_ok=True)
-        return _temporary_beside(folder / key.rsplit("/", 1)[-1])
-
-    def get(self, key: str) -> bytes:
-        try:
-            with self._os_errors():
-                return self._fs.cat_file(self._path(key))
-        except FileNotFoundError:
-            raise KeyError(self.uri(key)) from None
-
-    def size(self, key: str) -> int:
-        try:
-            with self._os_errors():
-                info = self._fs.info(self._path(key))
-        except FileNotFoundError:
-            raise KeyError(self.uri(key)) from None
-        if info["type"] != "file":
-            raise KeyError(self.uri(key))
-        return int(info["size"])
-
-    def delete(self, key: str) -> None:
-        with self._os_errors():
-            self._fs.rm_file(self._path(key))
-
-    def list(self, prefix: str = "") -> list[str]:
-        folder = self._path(prefix.rstrip("/")) if prefix else self.base
-        with self._os_errors():
-            paths = self._fs.find(folder)
-        return sorted(path[len(self.base) + 1 :] for path in paths if path.startswith(f"{folder}/"))
-
-    def arrow(self) -> tuple[pyarrow.fs.FileSystem, str]:
-        import pyarrow.fs
-
-        options: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, "request_timeout": READ_TIMEOUT_S}
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        if region:
-            options["region"] = region
-        endpoint = os.environ.get("AWS_ENDPOINT_URL")
-        if endpoint:
-            options["scheme"], _, options["endpoint_override"] = endpoint.rstrip("/").partition("://")
-        return pyarrow.fs.S3FileSystem(**options), self.base
-
-    def local_path(self, key: str) -> Path | None:
-        checked_key(key)
-        return None
-
-    @property
-    def _remedy(self) -> str:
-        return "check that the bucket exists, AWS_ENDPOINT_URL (if any) and the AWS credentials"
-
-    @property
-    def _fs(self) -> Any:
-        import s3fs  # here: it takes half a second, and most stores are folders
-
-        endpoint = os.environ.get("AWS_ENDPOINT_URL")
-        config: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
-        if endpoint:
-            config["s3"] = {"addressing_style": "path"}
-        # fsspec keeps one instance per process and options; a cached listing would hide what other processes write.
-        return s3fs.S3FileSystem(endpoint_url=endpoint, config_kwargs=config, use_listings_cache=False)
-
-    def _path(self, key: str) -> str:
-        return f"{self.base}/{checked_key(key)}"
-
-    @contextmanager
-    def _os_errors(self) -> Iterator[None]:
-        from botocore.exceptions import BotoCoreError
-
-        try:
-            yield
-        except BotoCoreError as error:  # s3fs translates what the service answers, not what keeps it from answering
-            raise OSError(f"{self.url}: {error}") from error
 
 
 def encode_json(value: Any) -> bytes:
@@ -371,7 +260,8 @@ def checked_key(key: str) -> str:
     return key
 
 
-def _temporary_beside(path: Path) -> Path:
+def temporary_beside(path: Path) -> Path:
+    """A name in the same folder for an object that is being written."""
     return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
 
 

@@ -36,7 +36,7 @@ CONFIG = PoolsConfig(
     },
     no_workers_timeout_s=1,
 )
-PRELOAD = ["flows.task_runner", "tests.integration.pool_tasks"]
+PRELOAD = ["flows.pool_task", "tests.integration.pool_tasks"]
 
 
 @pytest.fixture(scope="module")
