@@ -371,6 +371,32 @@ def test_failures_in_a_row_pause_a_family_and_do_not_end_the_run():
     asyncio.run(main())
 
 
+def test_one_familys_outage_leaves_the_others_alone():
+    """The breaker is the family's: beside it another one starts, is retried and is scored as ever."""
+    clock = ManualClock()
+    of = {"sick": families()["inline"], "well": families(groups_per_iteration=4)["inline"]}
+
+    async def main():
+        queue = make_queue(
+            of, clock=clock, retry_backoff_s=1.0, breaker_failures=2, max_member_retries=0, max_reissues=0,
+            max_staleness=0,
+        )  # fmt: skip
+        worker = ScriptedWorker(queue, play=lambda a: broken(a) if a.family == "sick" else played(a))
+        for _ in range(6):
+            await worker.step()
+        stats = await queue.stats()
+        assert stats["breakers"]["sick"]["state"] == "open"
+        assert stats["breakers"]["well"] == {
+            "state": "closed", "failures_in_a_row": 0, "num_failures": 0, "num_openings": 0, "last_failure": "",
+        }  # fmt: skip
+        assert stats["families"]["well"]["complete"] == 4 and stats["families"]["sick"]["complete"] == 0
+        with pytest.raises(DeadlineExceeded, match="sick lacks 1 of 1 groups"):
+            await queue.collect(0, 0.0)
+        await queue.close()
+
+    asyncio.run(main())
+
+
 def test_evaluation_is_played_first_and_apart_from_training():
     async def main():
         queue = make_queue(families(group_size=4), max_staleness=0)

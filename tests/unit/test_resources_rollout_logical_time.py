@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,3 +161,49 @@ def test_every_trained_token_is_one_version_old_whatever_the_order_of_events(dat
     for batch in driver.batches:
         versions = {member.oldest_version for group in batch.groups for member in group.members}
         assert versions == {max(0, batch.version - 1)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(0, 3), st.sampled_from(["evict", "finish_masked"]))
+def test_a_deterministic_batch_is_of_its_one_version_whatever_engines_and_drivers_do(
+    rng: random.Random, lag: int, stale_policy: str
+) -> None:
+    """Random completion orders, failures, engines that missed a switch, and resumes, with invariants after every event:
+    each batch holds the groups that its number implies, every token of them of the version that it implies."""
+    rng = random.Random(rng.getrandbits(32))
+    families = {"a": family(groups=2), "b": family(groups=1, size=3)}
+    config = dict(
+        deterministic=True, max_staleness=lag, max_reissues=1000, max_member_retries=1000, stale_policy=stale_policy
+    )  # fmt: skip
+    driver, batches, started = Driver(families, **config), {}, {}
+    for life in range(1, 121):
+        gate = driver.gate
+        started |= {start.trajectory_id: start for start in driver.take_starts()}
+        possible = ["resume"] if rng.random() < 0.05 else []
+        possible += ["finish"] * len(gate.seats)
+        possible += ["take"] if not gate.missing() and gate.next_batch == gate.version else []
+        possible += ["load"] if gate.next_batch > gate.version and gate.may_load(gate.version + 1) else []
+        assert possible, "nothing runs, and nothing may be done about it"
+        match rng.choice(possible):
+            case "take":
+                driver(BatchRequested(gate.next_batch))
+                batches[driver.batches[-1].version] = driver.batches[-1]
+            case "load":
+                driver(VersionLoaded(gate.version + 1))
+            case "resume":
+                state = {**json.loads(json.dumps(gate.snapshot())), "life": life}
+                driver = Driver(families, state=state, version=gate.version, **config)
+            case _:
+                start = started[rng.choice(list(gate.seats))]
+                if rng.random() < 0.1:
+                    driver(failed(start))
+                else:
+                    behind = rng.random() < 0.2
+                    driver(done(start, float(start.member), max(0, gate.version - behind)))
+    assert batches
+    for number, batch in batches.items():
+        assert {member.oldest_version for group in batch.groups for member in group.members} == {max(0, number - lag)}
+        assert [group.group_id for group in batch.groups] == [
+            f"a-{2 * number:06d}", f"a-{2 * number + 1:06d}", f"b-{number:06d}",
+        ]  # fmt: skip
+        assert [len(group.members) for group in batch.groups] == [2, 2, 3]
