@@ -61,7 +61,7 @@ class ActorBuilders:
             config.seed,
             config.num_iterations,
             len(config.families),
-            config.rollout.max_staleness,
+            config.rollout.lag_bound,
             device=hardware_class.device,
             threads=hardware_class.torch_threads,
             resume_version=version,
@@ -75,7 +75,7 @@ class ActorBuilders:
         return self._start(
             EngineActor,
             worker,
-            f"engine-{hardware_class}-{index}",
+            engine_name(hardware_class, index),
             self._run.store_url,
             self._run.run_id,
             version,
@@ -105,7 +105,12 @@ class ActorBuilders:
         )
 
     def rollout_worker(
-        self, worker: str, name: str, queue: ActorHandle, engines: Mapping[str, Sequence[ActorHandle]]
+        self,
+        worker: str,
+        name: str,
+        queue: ActorHandle,
+        engines: Mapping[str, Sequence[ActorHandle]],
+        stale_engines: Sequence[str],
     ) -> ActorHandle:
         """A rollout worker; a rebuilt one has a name of its own, or it could be taken for the one that was lost."""
         config = self._config
@@ -123,6 +128,7 @@ class ActorBuilders:
             fallback={each: list(config.pools.classes[each].fallback) for each in config.pools.of_role("engine")},
             policy_run_id=self._run.run_id,
             context_length=config.engine.context_length,
+            stale_engines=tuple(stale_engines),
             closing=True,
         )
 
@@ -142,6 +148,11 @@ class ActorBuilders:
         left_s = self._close_by - time.monotonic()
         if left_s > 0:
             quietly(call_sync, handle, "close", timeout_s=left_s)
+
+
+def engine_name(hardware_class: str, index: int) -> str:
+    """Name of the engine with this number among those of its class, whichever actor it is at the time."""
+    return f"engine-{hardware_class}-{index}"
 
 
 def quietly(function, *args, **kwargs) -> None:

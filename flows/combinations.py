@@ -10,6 +10,7 @@ from flows.simulation import check_simulation
 from resources.engines.base import SamplingParams
 from resources.engines.config import check_sampling
 from resources.environments.family import FamilyConfig
+from resources.rollout.cross_policy import stale_members
 from resources.rollout.curriculum import InformativePrompts, make_curriculum
 from resources.rollout.policy_files import read_context_length
 from tasks.training.plugins import GROUP_ESTIMATORS
@@ -46,6 +47,7 @@ def check_combinations(config: RunConfig) -> None:
     _check_curriculum(config)
     _check_training_families(config)
     _check_embedded_workers(config)
+    _check_cross_policy(config)
     _check_determinism(config)
 
 
@@ -126,6 +128,33 @@ def _check_embedded_workers(config: RunConfig) -> None:
             raise ValueError(
                 f"pools.classes.{name}.num_workers is 0 and no fallback of it has workers: nobody would do the work "
                 f"of role {hardware_class.role!r}; set num_workers to 1 or more, or name a fallback that has workers"
+            )
+
+
+def _check_cross_policy(config: RunConfig) -> None:
+    """Stale engines beside current ones, and a loss that knows who sampled a token."""
+    cross_policy = config.rollout.cross_policy
+    if cross_policy is None:
+        return
+    classes = config.pools.classes
+    if config.pools.address is None:  # a standing cluster is asked when it is attached
+        for name in sorted({family.hardware_class for family in config.families.values()}):
+            serving = next(each for each in (name, *classes[name].fallback) if classes[each].num_workers)
+            stale_members(cross_policy, serving, range(classes[serving].num_workers))
+    if config.training.backend == "simulated":
+        return
+    for name in config.families:
+        own = config.training.families.get(name)
+        loss = own.loss if own is not None and own.loss is not None else config.training.loss
+        corrections = config.training.corrections
+        if own is not None and own.corrections is not None:
+            corrections = own.corrections
+        if not corrections and not loss.reads_behaviour:
+            raise ValueError(
+                f"rollout.cross_policy is set, but the loss of family {name!r} (training.loss.name {loss.name!r}, "
+                f"ratio_to {loss.ratio_to!r}) takes every token for the learner's own, and its corrections are empty: "
+                "tokens of stale engines would count wrongly; set training.loss.ratio_to to 'behaviour' with a loss "
+                "that has a ratio, or training.corrections to [{name: truncated_weight}]"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from distributed import Client
 
-from flows.actor_builders import ActorBuilders, quietly
+from flows.actor_builders import ActorBuilders, engine_name, quietly
 from flows.config import RunConfig
 from resources.pools.actors import ActorHandle, call_sync
 from resources.pools.liveness import LossWatch
@@ -19,6 +19,7 @@ from resources.pools.registry import RunActors, publish, withdraw
 from resources.recovery.health import HealthRound
 from resources.recovery.plan import Seat
 from resources.recovery.supervisor import Builder, Supervisor
+from resources.rollout.cross_policy import stale_members
 from resources.runs import ResumePoint, RunRef, checkpoint_versions
 
 VERSION_S = 15.0
@@ -123,18 +124,32 @@ class _Crew:
         workers = workers_by_class(self.client)
         version = point.version if point else 0
         learner = None
+        refresh_every = self._refresh_every(workers) if model_directory is not None else {}
         if model_directory is not None:
             learner = self._learner(workers, model_directory, point)
             # Engines start from the weight store.
             call_sync(learner, "publish", version, timeout_s=self.config.recovery.build_timeout_s)
-        engines = self._engines(workers, version)
+        engines = self._engines(workers, version, refresh_every)
         control = self._class_of("control")
         queue = self.build.queue(
             workers[control][0], point, num_batches=version if learner is None else self.config.num_iterations
         )
         self.seats[Seat("control", "control", (control,))] = queue
-        rollout_workers = self._rollout_workers(workers, queue, engines)
-        return RunActors(self.run.service_id, engines, learner, queue, rollout_workers)
+        rollout_workers = self._rollout_workers(workers, queue, engines, list(refresh_every))
+        return RunActors(self.run.service_id, engines, learner, queue, rollout_workers, refresh_every=refresh_every)
+
+    def _refresh_every(self, workers: Mapping[str, list[str]]) -> dict[str, int]:
+        """Stale engines of every class that generates for training, by name. Raises ValueError for a class that would
+        have no other."""
+        cross_policy = self.config.rollout.cross_policy
+        if cross_policy is None:
+            return {}
+        names = sorted({self.serving[family.hardware_class] for family in self.config.families.values()})
+        return {
+            engine_name(name, index): cross_policy.refresh_every
+            for name in names
+            for index in stale_members(cross_policy, name, range(len(workers[name])))
+        }
 
     def _class_of(self, role) -> str:
         """The class whose workers serve the only class of a role."""
@@ -157,8 +172,11 @@ class _Crew:
         self.rebuild["learner"] = again
         return learner
 
-    def _engines(self, workers: Mapping[str, list[str]], version: int) -> dict[str, tuple[ActorHandle, ...]]:
-        """One engine on every worker of every class that serves; a class without workers has a fallback that does."""
+    def _engines(
+        self, workers: Mapping[str, list[str]], version: int, stale: Collection[str]
+    ) -> dict[str, tuple[ActorHandle, ...]]:
+        """One engine on every worker of every class that serves; a class without workers has a fallback that does. A
+        stale engine stands in for no current one."""
         names = sorted({self.serving[name] for name in self.config.pools.of_role("engine")})
         places = [(name, index, worker) for name in names for index, worker in enumerate(workers[name])]
 
@@ -183,7 +201,9 @@ class _Crew:
         for (name, _, _), handle in zip(places, handles, strict=True):
             generating = {name, *self.config.pools.classes[name].fallback}
             others = [each.name for other in sorted(generating & set(names)) for each in by_class[other]]
-            stand_ins = tuple(each for each in others if each != handle.name)
+            stand_ins = tuple(
+                each for each in others if each != handle.name and (each not in stale or handle.name in stale)
+            )
             self.seats[Seat(handle.name, "engine", (name,), stand_ins)] = handle
         return {name: tuple(handles) for name, handles in by_class.items()}
 
@@ -196,7 +216,11 @@ class _Crew:
             call_sync(engine, method, *arguments, timeout_s=self.config.recovery.build_timeout_s)
 
     def _rollout_workers(
-        self, workers: Mapping[str, list[str]], queue: ActorHandle, engines: Mapping[str, tuple[ActorHandle, ...]]
+        self,
+        workers: Mapping[str, list[str]],
+        queue: ActorHandle,
+        engines: Mapping[str, tuple[ActorHandle, ...]],
+        stale: Sequence[str],
     ) -> tuple[ActorHandle, ...]:
         """One rollout worker on every worker of the environment classes."""
         classes = tuple(dict.fromkeys(self.serving[name] for name in self.config.pools.of_role("environment")))
@@ -206,12 +230,12 @@ class _Crew:
         def rebuilder(name: str) -> Builder:
             def again(worker: str, nth: int) -> ActorHandle:
                 self.build.prepare(worker, "environment")
-                return self.build.rollout_worker(worker, f"{name}-r{nth}", queue, self.actors().engines)
+                return self.build.rollout_worker(worker, f"{name}-r{nth}", queue, self.actors().engines, stale)
 
             return again
 
         handles = [
-            self.build.rollout_worker(address, name, queue, engines)
+            self.build.rollout_worker(address, name, queue, engines, stale)
             for name, address in zip(names, addresses, strict=True)
         ]
         for name, handle in zip(names, handles, strict=True):

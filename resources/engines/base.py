@@ -38,6 +38,8 @@ class GenerateRequest:
     seed: int
     """Sampling seed. Token number i of the trajectory (position i) is drawn with noise (seed, i), so a trajectory does
     not depend on the batch, the slot or the engine that it ran on."""
+    policy: Literal["current", "stale"] = "current"
+    """Whose turn it is with cross-policy sampling: for a router; an engine samples under the version that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Generation:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    stale_tokens: int = 0
+    """How many of them stale engines sampled (cross-policy sampling); for a router to say."""
     error: str | None = None
     """Not None: the engine failed on this request (the arrays hold what was sampled until then)."""
 

@@ -31,6 +31,11 @@ def sampling_seed(run_seed: int, group_id: str, member: int, attempt: int, engin
     return _hash("sampling", run_seed, group_id, member, attempt, engine)
 
 
+def turn_draw(sampling_seed: int, turn: int) -> float:
+    """Uniform in [0, 1), for one turn of the trajectory with this sampling seed; independent of its tokens' noise."""
+    return (_hash("turn", sampling_seed, turn) >> (_SEED_BITS - 53)) / (1 << 53)
+
+
 def prompt_order(run_seed: int, family: str, epoch: int, num_prompts: int) -> list[int]:
     """A family's pool of prompts, ``0 .. num_prompts - 1``, in the order of an epoch."""
     order = list(range(num_prompts))

@@ -37,6 +37,17 @@ class RunActors:
     rollout_workers: tuple[ActorHandle, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     """Small plain data that goes with the actors: serving class of each class, store url, ..."""
+    refresh_every: dict[str, int] = field(default_factory=dict)
+    """By name of an engine: it loads only the versions that this divides; not named: every version."""
+
+    def engines_loading(self, version: int) -> list[ActorHandle]:
+        """Engines of all classes that load a version when it is published."""
+        every = [engine for of_class in self.engines.values() for engine in of_class]
+        return [engine for engine in every if version % self.refresh_every.get(engine.name, 1) == 0]
+
+    def version_due(self, engine: ActorHandle, serving: int) -> int:
+        """The version that an engine must hold at least while ``serving`` is in force."""
+        return serving - serving % self.refresh_every.get(engine.name, 1)
 
     def handles(self) -> Iterator[ActorHandle]:
         """All of them."""

@@ -44,7 +44,7 @@ class HealthRound:
         suspects = {name for _, names in found for name in names}
         sick = [(worker, reason) for worker, (reason, _) in zip(actors.rollout_workers, found, strict=True) if reason]
         looked = await asyncio.gather(
-            *(self._look_at_engine(engine, serving, engine.name in suspects) for engine in engines)
+            *(self._look_at_engine(engine, serving, actors, engine.name in suspects) for engine in engines)
         )
         return sick + [(engine, reason) for engine, reason in zip(engines, looked, strict=True) if reason]
 
@@ -69,7 +69,9 @@ class HealthRound:
         self._misses.pop(worker.key, None)
         return (f"{worker} must be replaced: {health['worn_out']}" if health["worn_out"] else ""), health["suspects"]
 
-    async def _look_at_engine(self, engine: ActorHandle, serving: int | None, is_suspect: bool) -> str:
+    async def _look_at_engine(
+        self, engine: ActorHandle, serving: int | None, actors: RunActors, is_suspect: bool
+    ) -> str:
         try:
             stats = await asyncio.wait_for(self._call(engine, "stats"), self._config.answer_deadline_s)
         except TimeoutError:
@@ -81,7 +83,7 @@ class HealthRound:
         if is_suspect:
             return await self._probe(engine)
         assert stats is not None
-        if serving is None or stats.version >= serving:
+        if serving is None or stats.version >= actors.version_due(engine, serving):
             self._behind.pop(engine.key, None)
             return ""
         self._behind[engine.key] += 1
@@ -104,7 +106,8 @@ class HealthRound:
         return ""
 
     async def _bring_up(self, engine: ActorHandle, version: int) -> str:
-        """An engine that missed a switch (it was being built, or its load failed) loads the version in force."""
+        """An engine that missed a switch (it was being built, or its load failed) loads the version in force, a stale
+        one too: the version that it missed may be gone from the store."""
         limit_s = self._config.build_timeout_s
         try:
             async with asyncio.timeout(limit_s):

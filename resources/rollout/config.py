@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from resources.rollout.cross_policy import CrossPolicyConfig
+
 Pipeline = Literal["asynchronous", "synchronous", "one_off"]
 StalePolicy = Literal["evict", "finish_masked"]
 MemberFailurePolicy = Literal["fail_fast", "retry", "minimum_group"]
@@ -22,7 +24,8 @@ class RolloutConfig(BaseModel):
     trains on a batch, the whole next one is generated under the weights loaded before, and the load waits for it
     (max_staleness 1)."""
     max_staleness: int = Field(default=1, ge=0)
-    """Largest allowed learner's version minus oldest sampled version of a trained trajectory, in versions."""
+    """Largest allowed learner's version minus oldest sampled version of a trained trajectory, in versions; with
+    ``cross_policy`` larger by ``refresh_every - 1``."""
     stale_policy: StalePolicy = "evict"
     """What happens to a group beyond the bound. ``evict``: cancelled whole, prompt and seed issued again.
     ``finish_masked``: it goes on, its tokens beyond the bound are masked in the loss, its rewards count."""
@@ -64,6 +67,9 @@ class RolloutConfig(BaseModel):
     stepping: Literal["trajectory", "batch"] = "trajectory"
     """``trajectory``: each takes its turns when it can. ``batch``: those of one rollout worker take theirs together,
     each generation waiting for all observations and each step for all generations; a baseline to measure against."""
+    cross_policy: CrossPolicyConfig | None = None
+    """Turns sampled under older versions, on engines that are kept behind for it. null: every turn is a current
+    engine's. Needs ``pipeline: asynchronous``."""
     length_finish: Literal["end_episode", "step"] = "end_episode"
     """A turn that ran into ``max_new_tokens``: end the episode there (truncated), or give the cut text to the
     environment and go on."""
@@ -148,6 +154,24 @@ class RolloutConfig(BaseModel):
             raise ValueError(
                 f"rollout.pipeline is 'one_off', in which every batch but the first is exactly one version old, and "
                 f"rollout.max_staleness is {self.max_staleness}; set it to 1, or choose another rollout.pipeline"
+            )
+        return self
+
+    @property
+    def lag_bound(self) -> int:
+        """Largest lag of a trained token, in versions: what eviction and the learner's mask judge by."""
+        return self.max_staleness + (0 if self.cross_policy is None else self.cross_policy.most_behind)
+
+    @model_validator(mode="after")
+    def _stale_turns_may_be_trained(self) -> RolloutConfig:
+        if self.cross_policy is None:
+            return self
+        if self.deterministic or self.pipeline != "asynchronous":
+            field = "deterministic is true" if self.deterministic else f"pipeline is {self.pipeline!r}"
+            raise ValueError(
+                f"rollout.cross_policy is set, but rollout.{field}, where every batch is sampled under one version "
+                f"(rollout.max_staleness is {self.max_staleness}); set rollout.cross_policy to null, or "
+                "rollout.pipeline to 'asynchronous' with a max_staleness of 1 or more and deterministic to false"
             )
         return self
 

@@ -15,7 +15,7 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -23,8 +23,10 @@ from resources.engines.base import GenerateRequest, Generation, SamplingParams
 from resources.environments.base import Environment, Message, StepOutcome
 from resources.environments.family import FamilyConfig
 from resources.failures import EngineFailure, EnvironmentFailure, FailureClass, RollartError
+from resources.rollout.cross_policy import CrossPolicyConfig
 from resources.rollout.encoding_cache import EncodingCache
-from resources.rollout.messages import Assignment, Stage
+from resources.rollout.messages import Assignment, PolicyCounts, Stage
+from resources.rollout.policy_record import PolicyRecord
 from resources.rollout.stepping import Stepping, TrajectoryStepping
 from resources.rollout.token_record import TokenRecord
 from resources.trajectories.trajectory import Termination, Trajectory, Turn
@@ -56,7 +58,10 @@ class EpisodeServices:
     """See `RolloutConfig.history`."""
     stepping: Stepping = field(default_factory=TrajectoryStepping)
     """Who takes a turn when; evaluation episodes never wait for others."""
+    cross_policy: CrossPolicyConfig | None = None
+    """Which turns of training trajectories are stale engines'; None: none."""
     on_first_sampled: Callable[[str, int], None] = lambda trajectory_id, version: None
+    """The oldest version of a trajectory's sampled tokens, whenever it becomes known or sinks."""
     log: Callable[[str], None] = lambda line: None
     close_deadline_s: float = 10.0
     unix_time: Callable[[], float] = time.time
@@ -78,6 +83,7 @@ class EnvManager:
         self._config, self._services = config, services
         self._environment: Environment | None = None
         self._tokens = TokenRecord()
+        self._policies = PolicyRecord()
         self._prompt_length = 0
         self._turns: list[Turn] = []
         self._messages: list[Message] = []
@@ -113,6 +119,11 @@ class EnvManager:
     @property
     def reward_so_far(self) -> float:
         return self._reward
+
+    @property
+    def policy_counts(self) -> PolicyCounts:
+        """Which policies sampled it so far."""
+        return self._policies.counts()
 
     def cancel(self, termination: Termination) -> None:
         """Stop at once: environment closed, engine slot freed. No-op when the episode is over."""
@@ -210,7 +221,7 @@ class EnvManager:
         self._tokens.append_context(rest)
 
     async def _generate(self, max_new_tokens: int) -> Generation:
-        assignment, config = self.assignment, self._config
+        assignment, config, policy = self.assignment, self._config, self._draw_policy()
         request = GenerateRequest(
             request_id=f"{assignment.trajectory_id}:{len(self._turns)}",
             trajectory_id=assignment.trajectory_id,
@@ -224,6 +235,7 @@ class EnvManager:
                 greedy=assignment.greedy,
             ),
             seed=self._tokens.sampling_seed(assignment.seed_sampling),
+            policy=policy,
         )
         self._enter("others")
         await self._services.stepping.may_generate(assignment.trajectory_id)
@@ -237,12 +249,23 @@ class EnvManager:
             )
         return generation
 
+    def _draw_policy(self) -> Literal["current", "stale"]:
+        """Whose turn it is: evaluation measures one version, that of the current engines."""
+        cross_policy, assignment = self._services.cross_policy, self.assignment
+        if cross_policy is None or assignment.split != "train":
+            return "current"
+        return "stale" if cross_policy.is_stale_turn(assignment.seed_sampling, len(self._turns)) else "current"
+
     def _append_action(self, observation_start: int, generation: Generation) -> Turn:
-        had_sampled = any(turn.action_end > turn.action_start for turn in self._turns)
         action_start = self._tokens.num_tokens
         self._tokens.append_sampled(generation)
-        if len(generation.versions) and not had_sampled:
-            self._services.on_first_sampled(self.assignment.trajectory_id, int(generation.versions[0]))
+        before = self._turns[-1] if self._turns else None
+        # The engine before has the KV of all but the last token that it sampled, if that is of the sequence under way.
+        sequence_start = self._tokens.sequence_starts[-1] if self._tokens.sequence_starts else 0
+        num_held = 0 if before is None else max(0, before.action_end - 1 - sequence_start)
+        oldest_version = self._policies.note(self._draw_policy(), generation, before, num_held)
+        if oldest_version is not None:
+            self._services.on_first_sampled(self.assignment.trajectory_id, oldest_version)
         turn = Turn(
             observation_start=observation_start,
             action_start=action_start,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from resources.rollout.group_state import FamilyState, Group, MemberState
-from resources.rollout.messages import TrajectoryDone
+from resources.rollout.messages import PolicyCounts, TrajectoryDone
 
 if TYPE_CHECKING:
     from resources.rollout.staleness import StalenessGate
@@ -46,13 +47,17 @@ def count_evicted(counts: Counter[str], group: Group, horizon: int) -> None:
             count_cancelled(counts, "evicted_stale", member.done)
 
 
-def batch_counters(family: FamilyState, version: int, counted_before: dict[str, int]) -> dict[str, Any]:
+def batch_counters(
+    family: FamilyState, version: int, counted_before: dict[str, int], *, cross_policy: bool = False
+) -> dict[str, Any]:
     """Figures of one family in batch ``version``: lags of its trajectories, and what was counted since the last batch.
 
     ``lag``: learner's version minus oldest sampled version; ``span``: newest minus oldest version of one trajectory
     (lag gained in flight); ``queue_lag``: learner's version minus newest (lag gained waiting). Histograms have string
-    keys, so that they survive JSON unchanged. Trajectories without a sampled token have no lag.
+    keys, so that they survive JSON unchanged. Trajectories without a sampled token have no lag. ``cross_policy``: say
+    what stale engines sampled.
     """
+    policies: Counter[str] = Counter()
     lag: Counter[str] = Counter()
     span: Counter[str] = Counter()
     queue_lag: Counter[str] = Counter()
@@ -65,6 +70,7 @@ def batch_counters(family: FamilyState, version: int, counted_before: dict[str, 
             num_tokens += member.done.num_tokens
             num_sampled += member.done.num_sampled_tokens
             num_turns += member.done.num_turns
+            policies.update(asdict(member.done.policies))
             if member.oldest_version is not None and member.done.newest_version is not None:
                 lag[str(version - member.oldest_version)] += 1
                 span[str(member.done.newest_version - member.oldest_version)] += 1
@@ -81,6 +87,8 @@ def batch_counters(family: FamilyState, version: int, counted_before: dict[str, 
         "span": dict(span),
         "queue_lag": dict(queue_lag),
     }
+    if cross_policy:
+        figures |= {f"num_{field.name}": policies[field.name] for field in fields(PolicyCounts)}
     for name in sorted({*ALWAYS_SHOWN, *family.counts}):
         counted = family.counts[name] - counted_before.get(name, 0)
         if counted or name in ALWAYS_SHOWN:

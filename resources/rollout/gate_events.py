@@ -27,7 +27,8 @@ class VersionLoaded:
 
 @dataclass(frozen=True, slots=True)
 class FirstSampled:
-    """A running trajectory has its first sampled token, of this version."""
+    """A running trajectory has its first sampled token, of this version, or one that is older than all before it (with
+    cross-policy sampling a later turn may be)."""
 
     trajectory_id: str
     version: int

@@ -61,7 +61,7 @@ class GroupBook:
     def is_doomed(self, group: Group) -> bool:
         """Whether a group can no longer be trained within the bound."""
         oldest = group.oldest_version
-        return oldest is not None and self.horizon - oldest > self._config.max_staleness
+        return oldest is not None and self.horizon - oldest > self._config.lag_bound
 
     def running(self, trajectory_id: str) -> tuple[Group, Member] | None:
         return self._seat(trajectory_id, MemberState.RUNNING)

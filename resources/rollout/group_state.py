@@ -11,7 +11,7 @@ from resources.environments.family import FamilyConfig
 from resources.failures import FailureClass
 from resources.rollout.curriculum import SuccessRecord
 from resources.rollout.gate_events import Lost
-from resources.rollout.messages import BatchGroup, BatchMember, TrajectoryDone
+from resources.rollout.messages import BatchGroup, BatchMember, PolicyCounts, TrajectoryDone
 from resources.rollout.prompts import Prompts
 from resources.trajectories.trajectory import TrajectoryRef
 
@@ -203,6 +203,7 @@ def group_from_json(record: dict[str, Any]) -> Group:
             done = dict(done)
             done["ref"] = None if done["ref"] is None else TrajectoryRef(**done["ref"])
             done["failure"] = None if done["failure"] is None else FailureClass(done["failure"])
+            done["policies"] = PolicyCounts(**done.get("policies", {}))
             done = TrajectoryDone(**done)
         members.append(Member(**{**stored, "state": MemberState(stored["state"]), "done": done}))
     return Group(**{**record, "members": members})

@@ -188,6 +188,7 @@ def describe(
         duration_s=duration_s,
         scorer=trajectory.scorer,
         scorer_version=trajectory.scorer_version,
+        policies=manager.policy_counts,
     )
 
 

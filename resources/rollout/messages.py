@@ -35,6 +35,22 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyCounts:
+    """What cross-policy sampling did to one trajectory, or to several."""
+
+    stale_turns: int = 0
+    """Turns that a stale engine sampled, in part at least."""
+    stale_tokens: int = 0
+    """Tokens sampled by stale engines."""
+    unserved_turns: int = 0
+    """Turns drawn for a stale engine that current ones sampled, since no stale one could be used."""
+    moved_turns: int = 0
+    """Turns sampled on another engine than the turn before them."""
+    prefilled_again_tokens: int = 0
+    """Tokens of those turns' histories that the engine before held and this one had to compute."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrajectoryDone:
     """A trajectory has ended (well or badly), and its row, if it has one, is sealed in the store."""
 
@@ -62,6 +78,7 @@ class TrajectoryDone:
     duration_s: float
     scorer: str = "environment"
     scorer_version: str = "1"
+    policies: PolicyCounts = PolicyCounts()
 
 
 Stage = Literal["environment", "engine", "others", "store"]
@@ -88,7 +105,7 @@ class WorkerReport:
     """Trajectories it may hold at once; the queue subtracts what it has assigned (so reports may cross on the wire)."""
     done: tuple[TrajectoryDone, ...] = ()
     sampled: tuple[tuple[str, int], ...] = ()
-    """(trajectory_id, policy version of its first sampled token)."""
+    """(trajectory_id, policy version of its first sampled token, or of one that is older than all before)."""
     waiting: tuple[Wait, ...] = ()
     """The longest waits, a bounded number."""
     log: tuple[str, ...] = ()

@@ -1,10 +1,13 @@
 """The LLM proxy of one rollout worker: which engine generates for a trajectory, and what if it is lost?
 
-Routing: task family -> hardware class -> the engine that holds the trajectory's prefix, else the one with most free
-capacity (in a deterministic run: the one that its group's name implies). A class without a usable engine is served by
-its declared fallback classes, in order; every use is counted. A request whose engine fails goes to another one with the
-tokens already sampled (arXiv 2510.19225, section 4.2): prompt plus partial answer, fewer tokens left to sample,
-versions and log-probabilities joined.
+Routing (routing.py): task family -> hardware class -> the engine that holds the trajectory's prefix, else the one with
+most free capacity (in a deterministic run: the one that its group's name implies). A class without a usable engine is
+served by its declared fallback classes, in order; every use is counted. A request whose engine fails goes to another
+one with the tokens already sampled (arXiv 2510.19225, section 4.2): prompt plus partial answer, fewer tokens left to
+sample, versions and log-probabilities joined.
+
+With cross-policy sampling a request says whether it is a stale engine's. One that is goes to a current engine when no
+stale one is usable (counted). An engine computes what it does not hold of a history, so a change of engines is exact.
 """
 
 from __future__ import annotations
@@ -12,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from resources.engines.base import FinishReason, GenerateRequest, Generation
 from resources.failures import EngineFailure
 from resources.rollout.config import RolloutConfig
 from resources.rollout.engine_link import Call, EngineLink, EngineLost
+from resources.rollout.routing import Routing
 
 WATCH_PERIOD_S = 1.0
 
@@ -50,6 +53,7 @@ class LLMProxy:
         *,
         call: Call,
         fallback: Mapping[str, Sequence[str]] | None = None,
+        stale_engines: Collection[str] = (),
         log: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,18 +62,16 @@ class LLMProxy:
             proxy_id: distinct among all proxies that the engines ever meet.
             engines: by hardware class, (name, actor).
             fallback: compatible classes of a class, in order.
+            stale_engines: names of those that only requests with ``policy`` "stale" may reach.
             log: takes one line for people.
         """
         self._proxy_id, self._config, self._call, self._log, self._clock = proxy_id, config, call, log, clock
-        self._fallback = {name: tuple(others) for name, others in (fallback or {}).items()}
-        self._links: dict[str, list[EngineLink]] = {}
-        self._homes: dict[str, EngineLink] = {}
-        """Engine that holds each trajectory's prefix."""
+        self._routing = Routing(fallback or {}, stale_engines, is_deterministic=config.deterministic)
         self._watched: dict[str, _Watched] = {}
         self._watching: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._fallbacks: Counter[tuple[str, str]] = Counter()
-        self._num_rerouted = self._num_rescued_tokens = 0
+        self._num_rerouted = self._num_rescued_tokens = self._num_stale_unserved = 0
         self._suspects: set[str] = set()
         self._retiring: set[asyncio.Task[None]] = set()
         self.set_engines(engines)
@@ -77,17 +79,18 @@ class LLMProxy:
     def set_engines(self, engines: Mapping[str, Sequence[tuple[str, Any]]]) -> None:
         """Use these engines from now on. Links to those that stay (same name and actor) are kept; requests on the
         others go to another engine."""
-        kept = {(link.hardware_class, link.name): link for links in self._links.values() for link in links}
-        self._links = {}
+        kept = {(link.hardware_class, link.name): link for link in self._routing}
+        links: dict[str, list[EngineLink]] = {}
         for hardware_class, members in engines.items():
-            self._links[hardware_class] = []
+            links[hardware_class] = []
             for name, actor in members:
                 link = kept.get((hardware_class, name))
                 if link is None or link.actor != actor:  # a handle that travelled is equal, never the same object
                     link = self._open_link(name, hardware_class, actor)
                 else:
                     del kept[hardware_class, name]
-                self._links[hardware_class].append(link)
+                links[hardware_class].append(link)
+        self._routing.links = links
         for link in kept.values():
             retiring = asyncio.get_running_loop().create_task(link.close())
             self._retiring.add(retiring)
@@ -107,13 +110,15 @@ class LLMProxy:
             remainder = _continue(request, parts, attempt)
             if remainder is None:
                 return _join(request, parts, "length")
-            link = await self._pick(hardware_class, request.trajectory_id, tried)
+            link = await self._pick(hardware_class, request, tried)
             tried.append(link)
             try:
                 generation = await self._send(link, remainder)
             except EngineLost as error:
                 errors.append(str(error))
             else:
+                if self._routing.is_stale(link):
+                    generation = dataclasses.replace(generation, stale_tokens=len(generation.token_ids))
                 parts.append(generation)
                 if generation.error is None and generation.finish_reason != "abort":
                     return _join(request, parts, generation.finish_reason) if attempt else dataclasses.replace(
@@ -122,22 +127,20 @@ class LLMProxy:
                 errors.append(f"engine {link.name}: {generation.error or 'aborted the request'}")
                 self._num_rescued_tokens += len(generation.token_ids)
             self._suspects.add(link.name)
-            self._homes.pop(request.trajectory_id, None)
+            self._routing.leave(request.trajectory_id, link)
             self._num_rerouted += 1
         raise EngineFailure(
             f"{len(errors)} engines failed on a request of {request.trajectory_id}: {'; '.join(errors)}"
         )
 
     def release(self, trajectory_id: str) -> None:
-        """The trajectory is over: its engine need not keep its KV."""
-        home = self._homes.pop(trajectory_id, None)
-        if home is not None:
-            home.release(trajectory_id)
+        """The trajectory is over: its engines need not keep its KV."""
+        self._routing.forget(trajectory_id)
 
     def engine_of(self, trajectory_id: str) -> str:
-        """Name of the engine that holds the trajectory's prefix; empty while it has none."""
-        home = self._homes.get(trajectory_id)
-        return home.name if home is not None else ""
+        """Name of the engine that generates, or last did, for the trajectory; empty while it has none."""
+        homes = self._routing.homes(trajectory_id)
+        return homes[-1].name if homes else ""
 
     def take_suspects(self) -> list[str]:
         """Engines that failed on a request since the last call: a supervisor is to find out whether they still live."""
@@ -145,11 +148,11 @@ class LLMProxy:
         return suspects
 
     def stats(self) -> dict[str, Any]:
-        links = [link for links in self._links.values() for link in links]
         return {
             "num_fallbacks": {f"{wanted}->{used}": number for (wanted, used), number in self._fallbacks.items()},
             "num_rerouted": self._num_rerouted,
             "num_rescued_tokens": self._num_rescued_tokens,
+            "num_stale_unserved": self._num_stale_unserved,
             "engines": {
                 link.name: {
                     **dataclasses.asdict(link.stats),
@@ -157,7 +160,7 @@ class LLMProxy:
                     "usable": link.usable,
                     "last_error": link.last_error,
                 }
-                for link in links
+                for link in self._routing
             },
         }
 
@@ -165,8 +168,8 @@ class LLMProxy:
         """End every link; requests in flight fail with EngineFailure."""
         if self._watching is not None:
             self._watching.cancel()
-        closing = [link.close() for links in self._links.values() for link in links]
-        self._links = {}
+        closing = [link.close() for link in self._routing]
+        self._routing.links = {}
         await asyncio.gather(*closing, *self._retiring)
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -186,7 +189,7 @@ class LLMProxy:
         )
 
     async def _send(self, link: EngineLink, request: GenerateRequest) -> Generation:
-        self._homes[request.trajectory_id] = link
+        self._routing.settle(request.trajectory_id, link)
         future = link.submit(request)
         self._watched[request.request_id] = _Watched(link, request.request_id, future)
         if self._watching is None or self._watching.done():
@@ -199,10 +202,16 @@ class LLMProxy:
         finally:
             del self._watched[request.request_id]
 
-    async def _pick(self, hardware_class: str, trajectory_id: str, tried: list[EngineLink]) -> EngineLink:
+    async def _pick(self, hardware_class: str, request: GenerateRequest, tried: list[EngineLink]) -> EngineLink:
+        if request.policy == "stale":
+            stale = self._routing.stale(hardware_class, request.trajectory_id, tried)
+            if stale is not None:
+                return stale
+            if all(map(self._routing.is_stale, tried)):
+                self._count_unserved(hardware_class)
         give_up_at = self._clock() + self._config.engine_wait_s
         while True:
-            link = self._best(hardware_class, trajectory_id, tried)
+            link = self._routing.current(hardware_class, request.trajectory_id, tried)
             if link is not None:
                 if link.hardware_class != hardware_class:
                     self._count_fallback(hardware_class, link.hardware_class)
@@ -210,7 +219,7 @@ class LLMProxy:
             remaining = give_up_at - self._clock()
             if remaining <= 0:
                 raise EngineFailure(self._nobody(hardware_class))
-            retry_in = [link.retry_in_s for link in self._candidates(hardware_class)]
+            retry_in = [link.retry_in_s for link in self._routing.candidates(hardware_class)]
             changed = self._changed
             try:
                 async with asyncio.timeout(min(remaining, max(0.01, min(retry_in, default=remaining)))):
@@ -218,31 +227,11 @@ class LLMProxy:
             except TimeoutError:
                 continue
 
-    def _best(self, hardware_class: str, trajectory_id: str, tried: list[EngineLink]) -> EngineLink | None:
-        """Its own engine; else the freest of its class that has not failed on this request; else of a fallback class;
-        else one that has failed on it, but is usable again."""
-        home = self._homes.get(trajectory_id)
-        if home is not None and home.usable and home not in tried:
-            return home
-        usable = [link for link in self._candidates(hardware_class) if link.usable]
-        fresh = [link for link in usable if link not in tried]
-        for name in (hardware_class, *self._fallback.get(hardware_class, ())):
-            of_class = [link for link in fresh if link.hardware_class == name]
-            if of_class and self._config.deterministic:
-                return _by_group(trajectory_id, of_class)
-            if of_class:
-                return max(of_class, key=lambda link: (link.num_free, -link.num_in_flight))
-        return usable[0] if usable else None
-
-    def _candidates(self, hardware_class: str) -> list[EngineLink]:
-        names = (hardware_class, *self._fallback.get(hardware_class, ()))
-        return [link for name in names for link in self._links.get(name, ())]
-
     def _nobody(self, hardware_class: str) -> str:
-        candidates = self._candidates(hardware_class)
+        candidates = self._routing.candidates(hardware_class)
         known = ", ".join(f"{link.name} ({link.last_error or 'closed'})" for link in candidates) or "none registered"
         return (
-            f"no engine of class {hardware_class!r} or its fallbacks {list(self._fallback.get(hardware_class, ()))} "
+            f"no engine of class {hardware_class!r} or its fallbacks {self._routing.fallback_of(hardware_class)} "
             f"was usable for {self._config.engine_wait_s:g} s: {known}"
         )
 
@@ -250,6 +239,11 @@ class LLMProxy:
         if not self._fallbacks[wanted, used]:
             self._log(f"no usable engine of class {wanted!r}: its requests go to the fallback class {used!r}")
         self._fallbacks[wanted, used] += 1
+
+    def _count_unserved(self, hardware_class: str) -> None:
+        if not self._num_stale_unserved:
+            self._log(f"no usable stale engine of class {hardware_class!r}: its turns go to current engines")
+        self._num_stale_unserved += 1
 
     def _announce(self) -> None:
         self._changed.set()
@@ -279,12 +273,6 @@ class LLMProxy:
                 )
 
 
-def _by_group(trajectory_id: str, links: Sequence[EngineLink]) -> EngineLink:
-    """An engine that depends on the trajectory's group and on nothing else; siblings share prefixes."""
-    group_id = trajectory_id.rsplit("/", 3)[-3]
-    return sorted(links, key=lambda link: link.name)[zlib.crc32(group_id.encode()) % len(links)]
-
-
 def _continue(request: GenerateRequest, parts: list[Generation], attempt: int) -> GenerateRequest | None:
     """What is left of a request after the tokens sampled so far; None when nothing is."""
     sampled = [part.token_ids for part in parts if len(part.token_ids)]
@@ -312,6 +300,7 @@ def _join(request: GenerateRequest, parts: list[Generation], finish_reason: Fini
         engine=last.engine,
         hardware_class=last.hardware_class,
         cached_tokens=parts[0].cached_tokens,
+        stale_tokens=sum(part.stale_tokens for part in parts),
         queue_s=sum(part.queue_s for part in parts),
         prefill_s=sum(part.prefill_s for part in parts),
         decode_s=sum(part.decode_s for part in parts),

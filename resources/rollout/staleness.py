@@ -11,8 +11,9 @@ where a quota is ``groups_per_iteration`` (unless a curriculum moves it), so tha
 `LogicalSchedule`) one that comes after the first incomplete one.
 A group is reserved whole and runs until it is scored. ``accepted_f`` counts groups scored and kept, trained or not.
 Evicted, failed and replaced groups leave both counts. Eviction bounds what may be trained: a group is doomed when
-the learner's version minus the oldest version any member has sampled exceeds ``max_staleness`` (RollArt, arXiv
-2512.22560, section 6.2). docs/staleness.md argues why the bound holds. Nothing here knows a clock, a worker or a store.
+the learner's version minus the oldest version any member has sampled exceeds ``lag_bound`` (RollArt, arXiv 2512.22560,
+section 6.2), which is ``max_staleness`` except with cross-policy sampling. docs/staleness.md argues why the bound
+holds. Nothing here knows a clock, a worker or a store.
 
 | question                                                  | file                 |
 |-----------------------------------------------------------|----------------------|
@@ -234,7 +235,12 @@ class StalenessGate:
         counters = {
             f"{figure}/{name}": value
             for name, family in self.families.items()
-            for figure, value in batch_counters(family, version, self.counted_at_last_batch.get(name, {})).items()
+            for figure, value in batch_counters(
+                family,
+                version,
+                self.counted_at_last_batch.get(name, {}),
+                cross_policy=self.config.cross_policy is not None,
+            ).items()
         }
         counters |= gauges(self)
         self.counted_at_last_batch = {name: dict(family.counts) for name, family in self.families.items()}

@@ -11,7 +11,7 @@ import gc
 import logging
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class RolloutWorker:
         policy_directory: str | None = None,
         policy_run_id: str | None = None,
         context_length: int | None = None,
+        stale_engines: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -72,6 +73,7 @@ class RolloutWorker:
             policy_directory: where the tokenizer is; None: beside the newest weights of ``policy_run_id``.
             policy_run_id: run whose policy plays; None: ``run_id``.
             context_length: tokens of a trajectory, at most; None: what the policy was built for.
+            stale_engines: names of the engines that load only some versions (cross-policy sampling).
 
         Raises ValueError for a family whose environment, scorer or hardware class cannot be had.
         """
@@ -86,6 +88,7 @@ class RolloutWorker:
         self._parts = _Parts(worker_id, run_id, store, queue, engines, families, config, fallback or {})
         self._parts.directory = directory
         self._parts.context_length = context_length or read_context_length(directory)
+        self._parts.stale_engines = stale_engines
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -188,6 +191,7 @@ class _Parts:
 
     directory: Path
     context_length: int
+    stale_engines: Collection[str]
 
     def __init__(
         self,
@@ -231,6 +235,7 @@ class _Parts:
             config,
             call=call,
             fallback=self._fallback,
+            stale_engines=self.stale_engines,
             log=self._worker_loop.log,
         )
         self._children = {
@@ -253,6 +258,7 @@ class _Parts:
             length_finish=config.length_finish,
             history=config.history,
             stepping=BatchStepping() if config.stepping == "batch" else TrajectoryStepping(),
+            cross_policy=config.cross_policy if self.stale_engines else None,
             on_first_sampled=self._worker_loop.note_first_sampled,
             log=self._worker_loop.log,
             close_deadline_s=config.close_deadline_s,

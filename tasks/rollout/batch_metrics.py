@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from resources.rollout.gate_counters import GAUGES
 from resources.rollout.messages import Batch
 
 HISTOGRAMS = ("lag", "span", "queue_lag")
+SHARES = {"num_stale_turns": ("turn_share", "num_turns"), "num_stale_tokens": ("token_share", "num_sampled_tokens")}
+"""Share that a counter is of another one, for cross-policy sampling."""
 
 
 def batch_metrics(batch: Batch) -> dict[str, Any]:
@@ -25,6 +28,7 @@ def batch_metrics(batch: Batch) -> dict[str, Any]:
         metrics[key] = value
         if not name.endswith("_max") and name not in GAUGES:
             sums[name] += value
+    metrics |= _cross_policy({**metrics, **sums})
     verdicts: dict[str, list[bool]] = {}
     for group in batch.groups:
         known = [member.success for member in group.members if member.success is not None]
@@ -33,3 +37,16 @@ def batch_metrics(batch: Batch) -> dict[str, Any]:
         if known:
             metrics[f"success/{family}"] = sum(known) / len(known)
     return {**metrics, **sums, **{f"staleness/{name}_histogram": dict(counts) for name, counts in histograms.items()}}
+
+
+def _cross_policy(counters: Mapping[str, Any]) -> dict[str, float]:
+    """Shares that stale engines sampled, ``cross_policy/turn_share`` and ``cross_policy/token_share``, in all and by
+    family; none where nothing was sampled, or cross-policy sampling is off."""
+    shares = {}
+    for key, number in counters.items():
+        name, slash, family = key.partition("/")
+        share, of = SHARES.get(name, ("", ""))
+        total = counters.get(f"{of}{slash}{family}", 0)
+        if total:
+            shares[f"cross_policy/{share}{slash}{family}"] = number / total
+    return shares

@@ -90,6 +90,14 @@ class LossConfig(BaseModel):
     def _loss_is_known(cls, value: str) -> str:
         return check_name("training.loss.name", value, LOSSES)
 
+    @property
+    def reads_behaviour(self) -> bool:
+        """Whether the loss compares the current policy with the one that sampled a token; a loss of your own is taken
+        to."""
+        if self.name == "decoupled" or ":" in self.name:
+            return True
+        return self.name != "policy_gradient" and self.ratio_to == "behaviour"
+
     def clip_bounds(self, low: float, high: float) -> tuple[float, float]:
         """(lowest, highest) ratio that is not clipped; ``low`` and ``high`` are the loss's own where nothing is
         given."""

@@ -12,7 +12,7 @@ from prefect import get_run_logger, task
 from resources.engines.base import LoadReport
 from resources.failures import EngineFailure, InfrastructureFailure
 from resources.pools.actors import call, call_sync
-from resources.pools.registry import RunActors, lookup_sync
+from resources.pools.registry import lookup_sync
 from resources.runs import RunRef
 
 GRACE_S = 30.0
@@ -21,17 +21,23 @@ GRACE_S = 30.0
 
 @task(name="publish", tags=["pool:learner"])
 def publish(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
-    """Write a version to the weight store; engines prefetch it while they still serve the one before."""
+    """Write a version to the weight store; engines that will load it prefetch it while they still serve the one
+    before."""
     actors = lookup_sync(run.service_id, max_age_s=0.0)
     assert actors.learner is not None, f"run {run.run_id} has no learner"
     report = call_sync(actors.learner, "publish", version, timeout_s=timeout_s)
-    asyncio.run(_on_all(_engines(actors), "prefetch", version, timeout_s=timeout_s, warn=get_run_logger().warning))
+    asyncio.run(
+        _on_all(
+            actors.engines_loading(version), "prefetch", version, timeout_s=timeout_s, warn=get_run_logger().warning
+        )
+    )
     return report
 
 
 @task(name="switch-weights", tags=["pool:control"])
 def switch_weights(run: RunRef, version: int, timeout_s: float) -> dict[str, Any]:
-    """Every engine stops at its next decode step, switches to ``version`` and goes on; nothing that runs is lost.
+    """Every engine stops at its next decode step, switches to ``version`` and goes on; nothing that runs is lost. With
+    cross-policy sampling the stale ones, unless the version is one that they load, go on undisturbed.
 
     The gate learns of the new version between load and resume, so that whatever it evicts never generates again, and
     so that no generation of the next batch starts under the old weights. In the one-off pipeline all of this waits
@@ -41,7 +47,7 @@ def switch_weights(run: RunRef, version: int, timeout_s: float) -> dict[str, Any
     waited_s = call_sync(queue, "wait_loadable", version, load_timeout_s=timeout_s, timeout_s=timeout_s + GRACE_S)
     actors = lookup_sync(run.service_id, max_age_s=0.0)  # an engine may have been rebuilt meanwhile
     warn = get_run_logger().warning
-    reports, suspended_s = asyncio.run(_switch(_engines(actors), actors.queue, version, timeout_s, warn))
+    reports, suspended_s = asyncio.run(_switch(actors.engines_loading(version), actors.queue, version, timeout_s, warn))
     get_run_logger().info("version %d is loaded on %d engines in %.3f s", version, len(reports), suspended_s)
     return {
         "weights/load_waited_s": waited_s,
@@ -50,10 +56,6 @@ def switch_weights(run: RunRef, version: int, timeout_s: float) -> dict[str, Any
         "weights/total_s": max(report.total_s for report in reports),
         "weights/recomputed_tokens": sum(report.recomputed_tokens for report in reports),
     }
-
-
-def _engines(actors: RunActors) -> list[Any]:
-    return [engine for of_class in actors.engines.values() for engine in of_class]
 
 
 async def _switch(

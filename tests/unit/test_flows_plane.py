@@ -35,6 +35,7 @@ class WrittenBuilders:
     def __init__(self) -> None:
         self.built: list[tuple[Any, ...]] = []
         self.prepared: list[tuple[str, str]] = []
+        self.stale_engines: dict[str, list[str]] = {}
 
     def prepare(self, worker, role):
         self.prepared.append((worker, role))
@@ -52,7 +53,8 @@ class WrittenBuilders:
     def queue(self, worker, point, num_batches):
         return self._handle("control", worker, num_batches)
 
-    def rollout_worker(self, worker, name, queue, engines):
+    def rollout_worker(self, worker, name, queue, engines, stale_engines):
+        self.stale_engines[name] = list(stale_engines)
         return self._handle(name, worker, {key: [each.name for each in of] for key, of in engines.items()})
 
 

@@ -13,9 +13,10 @@ from resources.engines.base import GenerateRequest, Generation
 from resources.environments.base import Message, StepOutcome
 from resources.environments.family import FamilyConfig
 from resources.failures import EngineFailure, EnvironmentFailure, FailureClass
+from resources.rollout.cross_policy import CrossPolicyConfig
 from resources.rollout.encoding_cache import EncodingCache
 from resources.rollout.env_manager import EnvManager, EpisodeServices
-from resources.rollout.messages import Assignment
+from resources.rollout.messages import Assignment, Split
 from resources.trajectories.schema import from_table, to_table
 
 STOP = 2
@@ -135,7 +136,8 @@ class Stage:
 
     def __init__(
         self, *answers, environment: EchoEnvironment | None = None, context_length=200, greedy=False, changes=None,
-        make: Callable | None = None, length_finish="end_episode", **family,
+        make: Callable | None = None, length_finish="end_episode", split: Split = "train",
+        cross_policy: CrossPolicyConfig | None = None, **family,
     ):  # fmt: skip
         self.environment = environment or EchoEnvironment()
         self.format = LetterFormat()
@@ -148,11 +150,12 @@ class Stage:
             make_environment=make or (lambda name, config: self.environment),
             context_length=context_length,
             length_finish=length_finish,
+            cross_policy=cross_policy,
             on_first_sampled=lambda key, version: self.sampled.append((key, version)),
             log=self.lines.append,
         )
         config = FamilyConfig(**{"environment": "echo", "hardware_class": "compute", "max_new_tokens": 8, **family})
-        assignment = Assignment("run", "echo", "echo-000000", 0, 0, 1, 11, 22, greedy=greedy)
+        assignment = Assignment("run", "echo", "echo-000000", 0, 0, 1, 11, 22, split, greedy=greedy)
         self.manager = EnvManager(assignment, config, self.services)
 
     def play(self):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,13 +85,14 @@ class ScriptedEngine:
         return [request for requests, *_ in self.exchanges for request in requests]
 
 
-def request(number: int = 0, *, trajectory: str | None = None, new_tokens: int = 4) -> GenerateRequest:
+def request(number: int = 0, *, trajectory: str | None = None, new_tokens: int = 4, **changes: Any) -> GenerateRequest:
     return GenerateRequest(
         f"r{number}",
         trajectory or f"t{number}",
         np.arange(3, dtype=np.int32),
         SamplingParams(max_new_tokens=new_tokens),
         7,
+        **changes,
     )
 
 
@@ -101,12 +103,13 @@ async def call(actor, method, *arguments):
 class Bench:
     """A proxy over scripted engines."""
 
-    def __init__(self, engines, fallback=None, **config):
+    def __init__(self, engines, fallback=None, stale_engines=(), **config):
         self.lines: list[str] = []
         self.now = 0.0
         config = {"engine_poll_s": 0.05, "exchange_deadline_s": 5.0, "engine_wait_s": 5.0, **config}
         self.proxy = LLMProxy(
-            "p", engines, RolloutConfig(**config), call=call, fallback=fallback, log=self.lines.append,
+            "p", engines, RolloutConfig(**config), call=call, fallback=fallback,
+            stale_engines=stale_engines, log=self.lines.append,
             clock=lambda: self.now or asyncio.get_running_loop().time(),
         )  # fmt: skip
 

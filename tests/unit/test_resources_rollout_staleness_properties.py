@@ -51,10 +51,13 @@ class World(RuleBasedStateMachine):
             for name in ("a", "b", "c")[: integers(1, 3)]
         }
         alpha = integers(0, 2)
+        self.alpha, self.most_behind = alpha, data.draw(st.sampled_from([0, 0, 1, 3])) if alpha else 0
+        """Stale engines hold a version up to so much older than the one served (0: there are none)."""
         self.window = data.draw(st.sampled_from([None, 2, 3])) if alpha else None
         self.config = RolloutConfig(
             pipeline="asynchronous" if alpha else "synchronous",
             max_staleness=alpha,
+            cross_policy={"p_stale": 0.5, "refresh_every": self.most_behind + 1} if self.most_behind else None,
             max_reissues=integers(0, 2),
             max_member_retries=integers(0, 2),
             minimum_group=integers(1, 2),
@@ -95,6 +98,8 @@ class World(RuleBasedStateMachine):
                     self.started_at[trajectory_id] = self.gate.version
                 case Cancel(trajectory_id):
                     assert trajectory_id in self.running, "only what runs is cancelled"
+                    if decision.termination == "evicted_stale":
+                        self.check_eviction(self.running[trajectory_id][0].group_id)
                     self.stopping.add(trajectory_id)
                 case TakeBatch():
                     self.check_batch(decision)
@@ -118,6 +123,16 @@ class World(RuleBasedStateMachine):
         if self.asked is not None and not isinstance(event, BatchRequested):
             self.feed(BatchRequested(self.asked))
 
+    def check_eviction(self, group_id: str):
+        """Stale tokens alone doom no group that started in time for the batch: a member's start is too long ago."""
+        starts = [version for key, version in self.started_at.items() if f"/{group_id}/" in key]
+        assert self.gate.horizon - min(starts) > self.alpha, (group_id, starts, self.gate.horizon)
+
+    def sampled(self, data, trajectory_id) -> int:
+        """A version that may have sampled now: any served since the start, or one that a stale engine then held."""
+        version = data.draw(st.integers(self.started_at[trajectory_id], self.gate.version))
+        return max(0, version - data.draw(st.integers(0, self.most_behind)))
+
     def check_batch(self, batch: TakeBatch):
         for name, family in self.families.items():
             groups = [group for group in batch.groups if group.family == name]
@@ -133,7 +148,7 @@ class World(RuleBasedStateMachine):
                     oldest = self.oldest_of[member.trajectory_id]
                     assert member.oldest_version == oldest
                     if self.config.stale_policy == "evict" and oldest is not None:
-                        assert batch.version - oldest <= self.config.max_staleness, "the bound"
+                        assert batch.version - oldest <= self.alpha + self.most_behind, "the bound"
         assert len(batch.groups) == sum(family.groups_per_iteration for family in self.families.values())
         self.check_window(batch.version)
         self.learner = batch.version
@@ -149,7 +164,7 @@ class World(RuleBasedStateMachine):
 
     def finish(self, trajectory_id, reward, awaits, failure, sampled_version):
         start, oldest = self.running.pop(trajectory_id)
-        oldest = sampled_version if oldest is None else oldest
+        oldest = min((version for version in (oldest, sampled_version) if version is not None), default=None)
         self.stopping.discard(trajectory_id)
         self.oldest_of[trajectory_id] = oldest
         unscored = failure is not None and not failure.is_scored
@@ -169,7 +184,7 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]), awaits=st.booleans())
     def finishes(self, data, reward, awaits):
         trajectory_id = data.draw(st.sampled_from(sorted(self.running)))
-        version = data.draw(st.integers(self.started_at[trajectory_id], self.gate.version))
+        version = self.sampled(data, trajectory_id)
         if trajectory_id in self.stopping:
             self.finish(trajectory_id, 0.0, False, FailureClass.CANCELLED, None)
         else:
@@ -184,8 +199,11 @@ class World(RuleBasedStateMachine):
                 self.finish(trajectory_id, reward, False, None, self.gate.version)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), late=st.integers(0, 2), sampled_at_start=st.booleans(), is_loaded=st.booleans())
-    def an_iteration_goes_by(self, data, late, sampled_at_start, is_loaded):
+    @rule(
+        data=st.data(), late=st.integers(0, 2), sampled_at_start=st.booleans(), is_loaded=st.booleans(),
+        is_stale=st.booleans(),
+    )  # fmt: skip
+    def an_iteration_goes_by(self, data, late, sampled_at_start, is_loaded, is_stale):
         """All that runs goes well, but for a few groups of one family; the batch follows if it can. The load may not:
         then the learner is ahead of the engines."""
         name = data.draw(st.sampled_from(sorted(self.families)))
@@ -194,6 +212,7 @@ class World(RuleBasedStateMachine):
             start = self.running[trajectory_id][0]
             if trajectory_id not in self.stopping and start.group_id not in held:
                 version = self.started_at[trajectory_id] if sampled_at_start else self.gate.version
+                version = max(0, version - self.most_behind * is_stale)
                 self.finish(trajectory_id, float(start.member == 0), False, None, version)
         self.the_learner_asks()
         if is_loaded and self.gate.version <= self.learner and self.asked is None:
@@ -210,8 +229,8 @@ class World(RuleBasedStateMachine):
     def samples(self, data):
         trajectory_id = data.draw(st.sampled_from(sorted(self.running)))
         start, oldest = self.running[trajectory_id]
-        if oldest is None:
-            version = data.draw(st.integers(self.started_at[trajectory_id], self.gate.version))
+        version = self.sampled(data, trajectory_id)
+        if oldest is None or version < oldest:  # without stale engines the oldest token is the first one
             self.running[trajectory_id] = (start, version)
             self.feed(FirstSampled(trajectory_id, version))
 
