@@ -12,6 +12,9 @@ from flows.config import RunConfig, load_run_file, with_overrides
 from resources.environments.instances import BUILT_IN
 
 LAKE = "families.frozen_lake"
+CROSS = {"rollout.cross_policy": {"p_stale": 0.5, "refresh_every": 2}}
+TWO_ENGINES = {"pools.classes.compute.num_workers": 2, "pools.classes.bandwidth.num_workers": 2}
+UNCORRECTED = {"training.loss.name": "policy_gradient"}
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*/run.yaml"))
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a group of one under grpo": (
@@ -83,6 +86,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"pools.classes.compute.num_workers": 0, "pools.classes.bandwidth.num_workers": 0},
         r"pools.classes.compute.num_workers is 0 and no fallback",
     ),
+    "a stale engine and no current one": (
+        CROSS,
+        r"stale_engines is 1, .*'bandwidth'.* has 1 engines: .*bandwidth.num_workers.*cross_policy to null",
+    ),
+    "stale tokens under a loss that does not know them": (
+        {**CROSS, **TWO_ENGINES, **UNCORRECTED},
+        r"cross_policy is set, but the loss .*'policy_gradient'.* corrections are empty: .*truncated_weight",
+    ),
+    "stale tokens under a ratio to the proximal policy": (
+        {**CROSS, **TWO_ENGINES, "training.loss.ratio_to": "proximal"},
+        r"'ppo_clip', ratio_to 'proximal'\) takes every token for the learner's own",
+    ),
+    "stale tokens under the loss of one family": (
+        {
+            **CROSS,
+            **TWO_ENGINES,
+            "training.families": {"frozen_lake": {"loss": {"name": "kimi", "ratio_to": "proximal"}}},
+        },
+        r"the loss of family 'frozen_lake' .*'kimi'",
+    ),
 }
 
 
@@ -104,6 +127,13 @@ def test_what_works_is_let_through() -> None:
     standing = {"pools.classes.learner.num_workers": 0, "pools.address": "tcp://127.0.0.1:8786"}
     check_combinations(with_overrides(RunConfig(), standing))
     check_combinations(with_overrides(RunConfig(), {"deterministic": True}))
+    crossing = {**CROSS, **TWO_ENGINES}
+    corrected = {**UNCORRECTED, "training.corrections": [{"name": "truncated_weight"}]}
+    for algorithm in ({}, corrected, {"training.loss.name": "decoupled"}, {"training.loss.name": "my.package:Loss"}):
+        check_combinations(with_overrides(RunConfig(), {**crossing, **algorithm}))
+    served_by_one = {"pools.classes.compute.num_workers": 0, "pools.classes.bandwidth.num_workers": 2, **CROSS}
+    check_combinations(with_overrides(RunConfig(), served_by_one))
+    check_combinations(with_overrides(RunConfig(), {**CROSS, "pools.address": "tcp://127.0.0.1:8786"}))
     own = {"families.calculator.scorer": "my.package:Scorer"}
     check_combinations(with_overrides(RunConfig(), own))
 

@@ -12,6 +12,7 @@ from flows.plane import _Crew
 from resources.hardware import HardwareClass
 from resources.pools.actors import ActorHandle
 from resources.pools.registry import RunActors
+from resources.rollout.cross_policy import CrossPolicyConfig
 from resources.runs import RunRef
 
 
@@ -104,6 +105,44 @@ def test_engines_of_a_class_without_fallback_have_only_each_other(tmp_path, monk
     crew.start("model", None)
     (seat,) = [seat for seat in crew.seats if seat.name == "engine-compute-0"]
     assert seat.stand_ins == ("engine-compute-1",)
+
+
+def crossing_crew(tmp_path, **cross_policy) -> tuple[_Crew, WrittenBuilders]:
+    """Two engines of each class; the families of one of them play with cross-policy sampling."""
+    config = RunConfig(store=str(tmp_path))
+    rollout = config.rollout.model_copy(
+        update={"cross_policy": CrossPolicyConfig(p_stale=0.5, refresh_every=3, **cross_policy)}
+    )
+    lake = {"frozen_lake": config.families["frozen_lake"]}
+    config = config.model_copy(update={"rollout": rollout, "families": lake})
+    build = WrittenBuilders()
+    serving = {name: name for name in config.pools.classes}
+    run = RunRef(run_id="run", store_url=config.store)
+    return _Crew(cast(Any, WrittenWorkers()), cast(Any, build), run, config, serving), build
+
+
+def test_the_last_engine_of_a_class_that_plays_is_stale_and_stands_in_for_no_current_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(flows.plane, "call_sync", lambda actor, method, *arguments, timeout_s: 7)
+    crew, build = crossing_crew(tmp_path)
+    actors = crew.start("model", None)
+    crew.actors = lambda: actors
+    played = crew.config.families["frozen_lake"].hardware_class
+    stale = f"engine-{played}-1"
+    assert actors.refresh_every == {stale: 3}
+    crew.rebuild["rollout-0"]("tcp://new", 1)
+    assert build.stale_engines == {name: [stale] for name in ("rollout-0", "rollout-1", "rollout-0-r1")}
+    stand_ins = {seat.name: seat.stand_ins for seat in crew.seats if seat.role == "engine"}
+    assert all(stale not in others for others in stand_ins.values())
+    assert f"engine-{played}-0" in stand_ins[stale]
+
+
+def test_without_a_current_engine_nothing_is_built_and_an_evaluation_has_no_stale_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(flows.plane, "call_sync", lambda actor, method, *arguments, timeout_s: 7)
+    crew, build = crossing_crew(tmp_path, stale_engines=2)
+    with pytest.raises(ValueError, match="stale_engines is 2, .* has 2 engines"):
+        crew.start("model", None)
+    assert build.built == []
+    assert crew.start(None, None).refresh_every == {} and not any(build.stale_engines.values())
 
 
 def test_what_each_is_built_again_from(started):

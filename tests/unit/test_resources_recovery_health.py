@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from resources.failures import DeadlineExceeded, EngineFailure, InfrastructureFailure
 from resources.pools.actors import ActorHandle
@@ -124,6 +124,18 @@ def test_an_engine_that_missed_a_switch_is_brought_up():
     assert room.engine.calls == ["suspend", "load 3", "resume"] and room.engine.version == 3
     room.sick()
     assert len(room.engine.calls) == 3
+
+
+def test_a_stale_engine_is_left_behind_as_far_as_it_may_be():
+    """Every second version: with 3 in force it holds 2 by right; one that missed 2 loads what is in force."""
+    room = Room(Engine(version=2))
+    room.actors = replace(room.actors, refresh_every={"engine": 2})
+    for _ in range(3):
+        assert room.sick() == {} and room.engine.calls == []
+    room.engine.version = 1
+    room.sick()
+    room.sick()
+    assert room.engine.calls == ["suspend", "load 3", "resume"]
 
 
 def test_an_engine_that_cannot_be_brought_up_is_restarted():

@@ -1,13 +1,21 @@
-"""The switch of all engines to a version: in which order, what is told to whom, and what a failure leaves behind."""
+"""The switch of engines to a version: which of them, in which order, what is told to whom, and what a failure leaves
+behind."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+import tasks.weights.stage as stage
 from resources.engines.base import LoadReport
 from resources.failures import EngineFailure, InfrastructureFailure
+from resources.pools.actors import ActorHandle
+from resources.pools.registry import RunActors
+from resources.runs import RunRef
 from tasks.weights.stage import _switch
 
 
@@ -84,3 +92,68 @@ def test_what_is_no_loss_is_raised_and_engines_go_on_with_the_old_weights() -> N
     with pytest.raises(ValueError, match="not in the store"):
         switch(told, WrittenEngine("a", told, fails_at="load", error=wrong), WrittenEngine("b", told))
     assert "queue version_loaded 5" not in told and told[-2:] == ["a resume", "b resume"]
+
+
+# -- which engines --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class WrittenPlane:
+    """Actors that remember their calls, behind the functions that a stage reaches them by."""
+
+    actors: RunActors
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    async def call(self, actor, method, *arguments):
+        self.calls.append((actor.name, method, *arguments))
+        return LoadReport(arguments[0], 0.0, 0.0, 0) if method == "load" else None
+
+    def call_sync(self, actor, method, *arguments, timeout_s, **named):
+        self.calls.append((actor.name, method, *arguments))
+        return {} if method == "publish" else 0.5
+
+    def of(self, method: str) -> list[str]:
+        return sorted(name for name, called, *_ in self.calls if called == method)
+
+
+def handle(name: str) -> ActorHandle:
+    return ActorHandle(name, "Actor", f"{name}-key", f"w-{name}", "")
+
+
+@pytest.fixture
+def plane(monkeypatch: pytest.MonkeyPatch) -> WrittenPlane:
+    engines = {
+        "bandwidth": (handle("engine-bandwidth-0"),),
+        "compute": tuple(handle(f"engine-compute-{index}") for index in range(2)),
+    }
+    actors = RunActors("run", engines, handle("learner"), handle("queue"), refresh_every={"engine-compute-1": 3})
+    plane = WrittenPlane(actors)
+    monkeypatch.setattr(stage, "lookup_sync", lambda service_id, max_age_s: actors)
+    monkeypatch.setattr(stage, "call", plane.call)
+    monkeypatch.setattr(stage, "call_sync", plane.call_sync)
+    monkeypatch.setattr(stage, "get_run_logger", lambda: logging.getLogger("test"))
+    return plane
+
+
+CURRENT = ["engine-bandwidth-0", "engine-compute-0"]
+ALL = [*CURRENT, "engine-compute-1"]
+
+
+@pytest.mark.parametrize("version", range(1, 8))
+def test_a_stale_engine_prefetches_and_loads_every_third_version_only(plane: WrittenPlane, version: int) -> None:
+    run = RunRef(run_id="run", store_url="file:///nowhere")
+    stage.publish.fn(run, version, 5.0)
+    metrics = stage.switch_weights.fn(run, version, 5.0)
+    loading = ALL if version % 3 == 0 else CURRENT
+    for method in ("prefetch", "suspend", "load", "resume"):
+        assert plane.of(method) == loading, method
+    assert plane.calls.index(("queue", "version_loaded", version)) > plane.calls.index((loading[0], "load", version))
+    assert metrics["weights/load_waited_s"] == 0.5
+
+
+def test_every_engine_knows_the_version_it_must_hold(plane: WrittenPlane) -> None:
+    current, stale = handle("engine-compute-0"), handle("engine-compute-1")
+    for serving in range(8):
+        assert plane.actors.version_due(current, serving) == serving
+        due = plane.actors.version_due(stale, serving)
+        assert stale in plane.actors.engines_loading(due) and serving - 2 <= due <= serving
