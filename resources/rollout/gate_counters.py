@@ -88,7 +88,7 @@ def batch_counters(
         "queue_lag": dict(queue_lag),
     }
     if cross_policy:
-        figures |= {f"num_{field.name}": policies[field.name] for field in fields(PolicyCounts)}
+        figures |= {f"cross_policy.{field.name}": policies[field.name] for field in fields(PolicyCounts)}
     for name in sorted({*ALWAYS_SHOWN, *family.counts}):
         counted = family.counts[name] - counted_before.get(name, 0)
         if counted or name in ALWAYS_SHOWN:

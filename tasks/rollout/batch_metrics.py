@@ -10,7 +10,10 @@ from resources.rollout.gate_counters import GAUGES
 from resources.rollout.messages import Batch
 
 HISTOGRAMS = ("lag", "span", "queue_lag")
-SHARES = {"num_stale_turns": ("turn_share", "num_turns"), "num_stale_tokens": ("token_share", "num_sampled_tokens")}
+SHARES = {
+    "cross_policy.stale_turns": ("turn_share", "num_turns"),
+    "cross_policy.stale_tokens": ("token_share", "num_sampled_tokens"),
+}
 """Share that a counter is of another one, for cross-policy sampling."""
 
 

@@ -264,7 +264,8 @@ def gate_metrics() -> set[str]:
     gate = StalenessGate("run", {"maze": maze}, RolloutConfig(share_window=2, curriculum="informative_prompts"))
     family = gate.families["maze"]
     family.counts.update(names)
-    figures = {f"{figure}/maze": value for figure, value in batch_counters(family, 3, {}).items()} | gauges(gate)
+    counted = batch_counters(family, 3, {}, cross_policy=True) | {"num_turns": 4, "num_sampled_tokens": 9}
+    figures = {f"{figure}/maze": value for figure, value in counted.items()} | gauges(gate)
     return set(batch_metrics(Batch("run", 3, (), figures))) | {"success/maze"}
 
 

@@ -305,9 +305,10 @@ def test_every_token_s_logprob_is_that_of_the_version_it_names(tmp_path: Path) -
             if index % 6 == 0:
                 check_logprobs(policy, weights, row, versions)
         shares = batch_metrics(batch)
-        assert shares["num_stale_turns"] == shares["num_stale_turns/guess"] == of_stale
+        assert shares["cross_policy.stale_turns"] == shares["cross_policy.stale_turns/guess"] == of_stale
         assert shares["cross_policy/turn_share"] == pytest.approx(of_stale / of_batch)
-        assert shares["num_unserved_turns"] == 0 and shares["num_moved_turns"] > 0
+        assert shares["cross_policy.unserved_turns"] == 0
+        assert shares["cross_policy.moved_turns"] > 0 and shares["cross_policy.prefilled_again_tokens"] > 0
         stale_turns, num_turns = stale_turns + of_stale, num_turns + of_batch
     assert num_mixed > 10 and 0.35 < stale_turns / num_turns < 0.65
     assert max(lags) > config.max_staleness, "some tokens are older than a current engine could have made them"
