@@ -62,6 +62,9 @@ class HeldQueue:
         await self.opened.wait()
         return await self._queue.exchange(report, wait_s)
 
+    async def worker_blocked(self, worker_id, trajectory_id, message):
+        await self._queue.worker_blocked(worker_id, trajectory_id, message)
+
 
 class RewardThread:
     """One replica: claims, scores, completes."""
