@@ -41,17 +41,24 @@ def read_model_config(directory: str | Path) -> dict[str, Any]:
 
 
 def check_policy_directory(directory: str | Path) -> None:
-    """Raise ValueError, with the path and the remedy, unless weights and a tokenizer with a chat template are there."""
+    """Raise ValueError, with the path and the remedy, unless weights are there, and a tokenizer with a chat template
+    whose ids the model knows."""
     from resources.policy.chat_format import ChatFormat
 
     directory = Path(directory)
-    read_model_config(directory)
+    vocabulary_size = read_model_config(directory).get("vocab_size")
     if not any(directory.glob("*.safetensors")):
         raise ValueError(
             f"model directory {str(directory)!r} has no *.safetensors file; {_REMEDY}. Weights in another format are "
             "converted with transformers: from_pretrained(...).save_pretrained(...)"
         )
-    ChatFormat.from_directory(directory)
+    highest = max(ChatFormat.from_directory(directory).tokenizer.get_vocab().values())
+    if vocabulary_size is not None and highest >= vocabulary_size:
+        raise ValueError(
+            f"model directory {str(directory)!r}: the tokenizer has ids up to {highest}, the model's vocabulary "
+            f"(vocab_size in config.json) holds 0 to {vocabulary_size - 1}; they are of different models. Put the "
+            "model's own tokenizer there, or enlarge the model's embedding to the tokenizer's size"
+        )
 
 
 def weights_digest(directory: str | Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resources.runs import RunRef, checkpoint_prefix
@@ -60,6 +61,7 @@ class LearnerRank:
             ranks=ranks,
         )
         self._pool_components = PoolComponents(self.folder) if self.learner.needs_components else None
+        self._tokenizer_hash = read_tokenizer_hash(settings)
         if version is not None:
             self.learner.restore(self.folder, checkpoint_prefix(version))
 
@@ -70,7 +72,7 @@ class LearnerRank:
         members = [member for group in batch.groups for member in group.members]
         trajectories = read_trajectories(self.run.root(), [member.ref for member in members])
         components = None if self._pool_components is None else self._pool_components.of_batch(batch)
-        rows = training_rows(batch, trajectories, components)
+        rows = training_rows(batch, trajectories, components, self._tokenizer_hash)
         read_s = time.perf_counter() - started
         report = self.learner.update(
             rows, version, num_families=self.settings.num_families, max_staleness=self.settings.max_staleness
@@ -107,6 +109,17 @@ class LearnerRank:
             "publish_s": published_s,
             "checkpoint_s": time.perf_counter() - started - published_s,
         }
+
+
+def read_tokenizer_hash(settings: LearnerSettings) -> str | None:
+    """Of the policy that is trained. None where there is none to compare with: nothing is computed from the ids
+    (``backend: simulated``), or the directory holds weights alone."""
+    directory = Path(settings.model_directory)
+    if settings.training.backend == "simulated" or not (directory / "tokenizer_config.json").is_file():
+        return None
+    from resources.policy.chat_format import ChatFormat
+
+    return ChatFormat.from_directory(directory).tokenizer_hash
 
 
 def build_learner(

@@ -11,14 +11,21 @@ from tasks.training.row import TrainingRow, TurnSpan
 
 
 def training_rows(
-    batch: Batch, trajectories: list[Trajectory], pool_components: Mapping[str, Mapping[str, float]] | None = None
+    batch: Batch,
+    trajectories: list[Trajectory],
+    pool_components: Mapping[str, Mapping[str, float]] | None = None,
+    tokenizer_hash: str | None = None,
 ) -> list[TrainingRow]:
     """The rows of each member, in the manifest's order, with the *final* reward that the manifest names (None:
     unscored). A member has one row, or several when the chat template rewrote its history: one a token sequence. They
     share their rollout, so they count once.
 
     ``trajectories`` are the members' rows in the same order; ``pool_components`` holds, by trajectory, the reward
-    components of those that the reward pool judged (None: not read). Raises ValueError when a row is not the member's.
+    components of those that the reward pool judged (None: not read). ``tokenizer_hash``: of the learner's policy (None:
+    not compared).
+
+    Raises ValueError when a row is not the member's, was written in ids of another tokenizer, or was sampled from a
+    truncated distribution, whose log-probabilities the learner does not compute.
     """
     members = [(group, member) for group in batch.groups for member in group.members]
     if len(members) != len(trajectories):
@@ -32,6 +39,7 @@ def training_rows(
                 f"batch {batch.version}: {member.ref} holds trajectory {trajectory.trajectory_id!r}, "
                 f"the manifest says {member.trajectory_id!r}; the store and the manifest are of different runs"
             )
+        _check_sampled_alike(trajectory, tokenizer_hash)
         components = (pool_components or {}).get(trajectory.trajectory_id, trajectory.reward_components)
         rows.extend(
             TrainingRow(
@@ -58,6 +66,22 @@ def training_rows(
             for start, end in _trained_sequences(trajectory)
         )
     return rows
+
+
+def _check_sampled_alike(trajectory: Trajectory, tokenizer_hash: str | None) -> None:
+    """Ids and log-probabilities must mean to the learner what they meant to the engine."""
+    where = f"trajectory {trajectory.trajectory_id!r}"
+    if trajectory.top_p != 1.0 or trajectory.top_k != 0:
+        raise ValueError(
+            f"{where} was sampled with top_p {trajectory.top_p} and top_k {trajectory.top_k}; the learner computes "
+            "log-probabilities of the whole distribution, so its ratios would be wrong: sample with top_p 1.0 and "
+            "top_k 0"
+        )
+    if tokenizer_hash is not None and trajectory.tokenizer_hash != tokenizer_hash:
+        raise ValueError(
+            f"{where} was written with tokenizer {trajectory.tokenizer_hash[:12]}, the learner's policy has "
+            f"{tokenizer_hash[:12]}: the same ids are other words; engines and learner must load one model directory"
+        )
 
 
 def _trained_sequences(trajectory: Trajectory) -> list[tuple[int, int]]:

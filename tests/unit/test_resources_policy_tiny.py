@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,13 @@ def test_bad_directories_are_refused_with_the_path_and_the_remedy(directory: Pat
         check_policy_directory(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match="has no tokenizer files"):
+        check_policy_directory(tmp_path)
+    for name, data in policy_files(directory).items():
+        (tmp_path / name).write_bytes(data)
+    check_policy_directory(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    with pytest.raises(ValueError, match=r"tokenizer has ids up to \d+, the model's vocabulary .* holds 0 to 99"):
         check_policy_directory(tmp_path)
 
 

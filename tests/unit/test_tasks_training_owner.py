@@ -37,7 +37,7 @@ def written_batches(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(tasks.training.rank, "read_batch", read_batch)
     monkeypatch.setattr(tasks.training.rank, "read_trajectories", lambda store, refs: [])
-    monkeypatch.setattr(tasks.training.rank, "training_rows", lambda batch, rows, components: make_batch(batch.version))
+    monkeypatch.setattr(tasks.training.rank, "training_rows", lambda batch, *_: make_batch(batch.version))
     monkeypatch.setattr(tasks.training.rank, "generation_seconds", lambda rows: {})
     return read
 
