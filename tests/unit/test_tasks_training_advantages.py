@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tasks.training.advantages.base import AdvantageInputs, Advantages
 from tasks.training.advantages.grpo import GRPO
-from tasks.training.config import AdvantageConfig
+from tasks.training.algorithms import Algorithms
+from tasks.training.config import AdvantageConfig, TrainingConfig
 from tests.unit.test_tasks_training_row import make_row
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "training.json").read_text())
@@ -54,6 +55,20 @@ def test_m2_an_odd_one_out_is_bounded() -> None:
     scaled = firsts(estimate(rewards, epsilon=0.0))
     assert scaled[-1] == pytest.approx(-math.sqrt(7), rel=1e-6)
     assert scaled[:-1] == pytest.approx([1 / math.sqrt(7)] * 7, rel=1e-6)
+
+
+@pytest.mark.parametrize("normalisation", ["none", "batch"])
+def test_m2_an_odd_one_out_against_the_others_is_bounded(normalisation) -> None:
+    """M2, leave-one-out: -0.35 against the mean of the others; normalised, a bounded multiple of it."""
+    config = AdvantageConfig(estimator="rloo", normalisation=normalisation)
+    rewards = [float(np.float32(0.35))] * 7 + [0.0]
+    rows = [make_row(i, reward=reward) for i, reward in enumerate(rewards)]
+    estimated = Algorithms(TrainingConfig(advantage=config)).estimate(AdvantageInputs.of(rows))
+    values = [float(values[5]) for values in estimated.values_RT]  # a trained token
+    if normalisation == "none":
+        assert values == pytest.approx([0.05] * 7 + [-0.35], rel=1e-6)
+    else:
+        assert values == pytest.approx([1 / math.sqrt(7)] * 7 + [-math.sqrt(7)], rel=1e-5)
 
 
 def test_m3_unscored_members_leave_the_statistics() -> None:

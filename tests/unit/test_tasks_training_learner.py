@@ -15,6 +15,7 @@ from resources.object_store import ObjectStore
 from tasks.training.config import LossConfig, OptimizerConfig, TrainingConfig
 from tasks.training.learner import Learner
 from tasks.training.objective import Objective
+from tasks.training.plugins import NORMALISERS
 from tasks.training.row import TrainingRow
 from tests.unit.test_tasks_training_model import make_model_directory
 from tests.unit.test_tasks_training_row import make_row
@@ -137,11 +138,11 @@ def test_the_decoupled_loss_starts_every_token_at_ratio_one(directory: Path) -> 
     assert metrics["behaviour_weight/truncated_share"] > 0.5
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled"])
-@pytest.mark.parametrize("normaliser", ["family_token_mean", "token_mean", "sequence_mean"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled", "gspo"])
+@pytest.mark.parametrize("normaliser", NORMALISERS)
 def test_m4_a_batch_with_nothing_to_train_is_skipped_aloud(directory: Path, loss: str, normaliser: str) -> None:
     """M4 and M1: all groups dead or unscored: no step, no NaN; the version advances, the skip is counted, explained."""
-    learner = make_learner(directory, loss=LossConfig(name=loss), normaliser=normaliser)
+    learner = make_learner(directory, loss=LossConfig(name=loss), normaliser=normaliser, fixed_length_tokens=16)
     before = weights(learner)
     rows = [make_row(i, reward=2.0, group="a") for i in range(4)] + [
         make_row(i, reward=None, group="b") for i in range(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from resources.trajectories.schema import from_table, to_table
 from resources.trajectories.trajectory import Trajectory, TrajectoryRef
 from tasks.training.advantages.base import AdvantageInputs
 from tasks.training.algorithms import Algorithms
-from tasks.training.config import TrainingConfig
+from tasks.training.config import AdvantageConfig, TrainingConfig
 from tasks.training.learner import Learner
 from tasks.training.row import TrainingRow
 from tasks.training.rows import training_rows
@@ -90,6 +90,8 @@ class Played:
     trajectories: list[Trajectory]
     exchanges: dict[str, list[tuple[GenerateRequest, Generation]]]
     rows: list[TrainingRow]
+    unsplit: list[TrainingRow]
+    """The same trajectories as one row each, whatever was rewritten."""
 
     def rows_of(self, trajectory: Trajectory) -> list[TrainingRow]:
         return [row for row in self.rows if row.rollout_id == trajectory.rollout_id]
@@ -131,12 +133,13 @@ async def play(directory: Path, history: str) -> Played:
         BatchMember(t.trajectory_id, TrajectoryRef("f", place), float(place), True, "environment", "1", 0)
         for place, t in enumerate(stored)
     ]
-    rows = training_rows(Batch("run", 0, (BatchGroup("talk-000000", "talk", 5, tuple(members)),)), stored)
+    batch = Batch("run", 0, (BatchGroup("talk-000000", "talk", 5, tuple(members)),))
     exchanges = {
         t.trajectory_id: [each for each in recorded.exchanges if each[0].trajectory_id == t.trajectory_id]
         for t in stored
     }
-    return Played(directory, stored, exchanges, rows)
+    unsplit = training_rows(batch, [replace(t, sequence_starts=[]) for t in stored])
+    return Played(directory, stored, exchanges, training_rows(batch, stored), unsplit)
 
 
 def test_a_rewritten_history_begins_a_row_and_an_appended_one_does_not(played: Played) -> None:
@@ -187,6 +190,21 @@ def test_a_rollout_counts_once_however_many_rows_it_has(played: Played) -> None:
         by_rollout[row.rollout_id].update(np.round(values, 2).tolist())
     assert [list(values) for values in by_rollout.values()] == [[-1.0], [1.0]]
     assert estimate.num_rollouts == 2
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "turn_returns"])
+def test_the_advantage_of_a_turn_does_not_depend_on_the_rows_it_lies_in(played: Played, estimator: str) -> None:
+    algorithms = Algorithms(TrainingConfig(advantage=AdvantageConfig(estimator=estimator, discount=0.9)))
+
+    def of_turns(rows: list[TrainingRow]) -> list[float]:
+        values_RT = algorithms.estimate(AdvantageInputs.of(rows)).values_RT
+        return [
+            float(values[turn.action_start]) for row, values in zip(rows, values_RT, strict=True) for turn in row.turns
+        ]
+
+    by_turn = of_turns(played.rows)
+    assert len(by_turn) == 2 * NUM_TURNS and any(by_turn)
+    assert by_turn == pytest.approx(of_turns(played.unsplit), rel=1e-5)
 
 
 def test_an_update_trains_every_sampled_token_once(played: Played) -> None:
