@@ -56,7 +56,7 @@ class ActorBuilders:
             worker,
             "learner",
             self._run.model_dump(),
-            config.training.model_dump(mode="json"),
+            config.training.for_families(config.families).model_dump(mode="json"),
             model_directory,
             config.seed,
             config.num_iterations,

@@ -14,6 +14,7 @@ from resources.rollout.cross_policy import stale_members
 from resources.rollout.curriculum import InformativePrompts, make_curriculum
 from resources.rollout.policy_files import read_context_length
 from tasks.training.plugins import GROUP_ESTIMATORS
+from tasks.training.requirements import check_requirements
 
 _FAMILY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _RESERVED_NAMES = ("mean",)
@@ -106,6 +107,7 @@ def _check_training_families(config: RunConfig) -> None:
             f"training.families has the names {unknown}, which are no task families of the run; allowed: "
             f"{sorted(config.families)}. Correct the name, or add the family to families"
         )
+    check_requirements(config.training, config.families)
 
 
 def _check_curriculum(config: RunConfig) -> None:
@@ -167,6 +169,12 @@ def _check_determinism(config: RunConfig) -> None:
         )
     if not config.rollout.deterministic:
         return
+    if config.training.streamed:
+        raise ValueError(
+            "training.streamed is true, and rollout.deterministic too: gradients would be added up in the order in "
+            "which groups happen to be scored, which rounds otherwise each time; set training.streamed to false, or "
+            "deterministic"
+        )
     if not config.engine.batch_invariant:
         raise ValueError(
             "rollout.deterministic is true and engine.batch_invariant is false: log-probabilities would depend on "

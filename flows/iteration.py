@@ -5,6 +5,7 @@ Who waits for whom. Rollouts are no stage: they go on beside all of this, under 
 | stage          | on      | consumes              | waits for                         | unblocks                     |
 |----------------|---------|-----------------------|-----------------------------------|------------------------------|
 | collect        | control | scored groups         | rollouts and rewards of batch v   | update, and iteration v + 1  |
+| stream         | learner | groups of batch v     | version v to be published         | update (`training.streamed`) |
 | update         | learner | batch v               | version v to be published         | publish                      |
 | publish        | learner | the learner's weights | the store; engines prefetch       | the switch, update v + 1     |
 | switch-weights | control | version v + 1         | the end of iteration v - 1; a     | admission of batch v+1+alpha |
@@ -27,17 +28,17 @@ from prefect import flow
 from pydantic import BaseModel, ConfigDict
 
 from flows.config import RunConfig
-from flows.retries import run_stage
+from flows.retries import run_stage, tolerate_loss
 from flows.turns import turn_of
 from resources.runs import RunRef
 from tasks.evaluation.stage import evaluate_version
 from tasks.record.stage import record
 from tasks.rollout.stage import collect
-from tasks.training.stage import update
+from tasks.training.stage import stream, update
 from tasks.weights.stage import publish, switch_weights
 
-NUM_STAGES = 6
-"""Stages of an iteration, each with a deadline of its own."""
+NUM_STAGES = 7
+"""Stages of an iteration, at most, each with a deadline of its own."""
 
 
 class IterationPlan(BaseModel):
@@ -48,6 +49,8 @@ class IterationPlan(BaseModel):
     families: list[str]
     timeout_s: float
     """Deadline of each stage, in seconds."""
+    streamed: bool = False
+    """Whether the update begins while the batch fills."""
     checkpoint_keep: int = 2
     """Checkpoints and weight versions that are kept, at least."""
     evaluate_episodes: int = 0
@@ -72,6 +75,7 @@ class IterationPlan(BaseModel):
         return cls(
             families=list(config.families),
             timeout_s=config.iteration_timeout_s,
+            streamed=config.training.streamed,
             checkpoint_keep=config.checkpoint_keep,
             evaluate_episodes=evaluation.num_episodes if is_due else 0,
             evaluate_seed=config.seed,
@@ -92,11 +96,18 @@ def rl_iteration(run: RunRef, version: int, plan: IterationPlan) -> dict[str, An
     started = time.time()
     turn = turn_of(version)
     # 1. Block until the group queue holds batch v: complete, scored groups within the staleness bound.
-    batch = collect.submit(run, version, plan.timeout_s).result()
+    collecting = collect.submit(run, version, plan.timeout_s)
+    streaming = None
+    if plan.streamed:  # 2. begins with the groups that are there, as soon as the learner is free
+        turn.wait_for_learner(plan.timeout_s)
+        streaming = stream.submit(run, version, plan.timeout_s)
+    batch = collecting.result()
     collected = time.time()
     turn.has_collected()
     # 2. Train on it, while rollouts go on under v.
     turn.wait_for_learner(plan.timeout_s)
+    if streaming is not None:
+        tolerate_loss(streaming)
     metrics = run_stage(update, run, version, plan.timeout_s, **plan.on_loss)
     # 3. Version v + 1 goes to the weight store; engines prefetch it while they still serve v.
     published = run_stage(publish, run, version + 1, plan.timeout_s, **plan.on_loss)

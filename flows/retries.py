@@ -51,3 +51,12 @@ def run_stage(
             sleep(PAUSE_S)
             wait(run.service_id, recovery_s)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def tolerate_loss(running: Any) -> None:
+    """Wait for a stage that only works ahead. That it lost its worker, or an actor that it called, costs time only: the
+    stage behind it does everything. Raises whatever else it raised."""
+    try:
+        running.result()
+    except InfrastructureFailure as failure:
+        get_run_logger().warning("%s; the stage behind it does everything itself", failure)

@@ -4,12 +4,13 @@ It joins the staleness gate (what may start, what may be trained), the dispatche
 lane, and holds references only: a few hundred bytes a trajectory. Here are the waits; what follows from a report, a
 score or a loss is in queue_events.py.
 
-| who waits        | for what                            | until, at the latest                                   |
-|------------------|-------------------------------------|--------------------------------------------------------|
-| a rollout worker | orders                              | the stay that it asked for                             |
-| the learner      | its batch                           | the stage's timeout; `stall_limit_s` without a score   |
-| a load           | what its pipeline samples before it | the same                                               |
-| an evaluation    | its episodes                        | the stage's timeout                                    |
+| who waits         | for what                            | until, at the latest                                   |
+|-------------------|-------------------------------------|--------------------------------------------------------|
+| a rollout worker  | orders                              | the stay that it asked for                             |
+| the learner       | its batch                           | the stage's timeout; `stall_limit_s` without a score   |
+| a streamed update | further groups of its batch         | the seconds that it asked for                          |
+| a load            | what its pipeline samples before it | the stage's timeout; `stall_limit_s` without a score   |
+| an evaluation     | its episodes                        | the stage's timeout                                    |
 
 Every method is a coroutine on the event loop of the worker that hosts the actor; the one thing that blocks, looking for
 reward results, runs in a thread.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from resources.environments.family import FamilyConfig
@@ -32,7 +33,7 @@ from resources.rollout.dispatch import Dispatcher
 from resources.rollout.evaluation_lane import EvaluationLane
 from resources.rollout.gate_events import BatchRequested, Opened, VersionLoaded
 from resources.rollout.lost_groups import error_of
-from resources.rollout.messages import Batch, BatchGroup, Orders, WorkerReport
+from resources.rollout.messages import Batch, BatchGroup, Orders, Reserved, WorkerReport
 from resources.rollout.queue_events import QueueEvents
 from resources.rollout.reward_results import ResultReader, open_reward_results
 from resources.rollout.staleness import StalenessGate
@@ -187,6 +188,27 @@ class GroupQueue:
                 self._events.log(f"batch {version}: nothing was scored for {quiet:.0f} s: {self._events.missing()}")
             stalled = quiet >= self._config.stall_after_s
             await _happens(changed, min(start + collect_timeout_s - now, self._config.stall_after_s, 1.0))
+
+    async def reserved(self, version: int, known: Collection[str], wait_s: float) -> Reserved:
+        """Groups of batch ``version`` that are not ``known`` (their ids), as soon as there are any, else after
+        ``wait_s`` seconds. What is given here will be in the batch that `collect` gives; nothing is taken.
+
+        Raises InfrastructureFailure when no batch can come any more.
+        """
+        self._ensure_running()
+        deadline = self._clock() + wait_s
+        while True:
+            changed = self._changed
+            batch = self._events.last_batch
+            is_all = self._gate.next_batch > version
+            taken = batch.groups if is_all and batch is not None and batch.version == version else ()
+            groups = taken or self._gate.reserved(version)
+            new = tuple(group for group in groups if group.group_id not in known)
+            remaining = deadline - self._clock()
+            if new or is_all or remaining <= 0:
+                return Reserved(new, is_all)
+            self._check_usable()
+            await _happens(changed, remaining)
 
     async def wait_loadable(self, version: int, load_timeout_s: float) -> float:
         """Return when the pipeline lets the engines switch to ``version``; seconds waited.

@@ -150,6 +150,16 @@ class BatchGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserved:
+    """Groups that a batch is sure to hold, before it is complete."""
+
+    groups: tuple[BatchGroup, ...]
+    """Those that the asker does not know yet."""
+    is_all: bool
+    """The batch is complete: no more will come."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Batch v: what version v+1 is trained on. Written as the batch manifest ``batches/<v>.json``."""
 

@@ -82,8 +82,8 @@ class QueueEvents:
 
     def apply(self, event: Event) -> None:
         """Let the gate decide, and carry its decisions out."""
-        # The waits for batches must not wake themselves by asking again.
-        is_request = isinstance(event, BatchRequested)
+        # The waits for batches must not wake themselves by asking again, but end when one of them has got its batch.
+        only_workers = isinstance(event, BatchRequested)
         events = [event]
         while events:
             event = events.pop()
@@ -99,9 +99,10 @@ class QueueEvents:
                             events.append(TrajectoryLost(trajectory_id))
                     case TakeBatch(version, groups, counters):
                         self.last_batch = Batch(self._run_id, version, groups, counters)
+                        only_workers = False
                     case TooManyLost():
                         self.too_many_lost = self.too_many_lost or decision
-        self._on_change(is_request)
+        self._on_change(only_workers)
 
     def _assign(self, start: Start) -> Assignment:
         # A deterministic run plays the same again, whatever had failed.

@@ -28,6 +28,7 @@ holds. Nothing here knows a clock, a worker or a store.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from resources.environments.family import FamilyConfig
@@ -53,6 +54,7 @@ from resources.rollout.gate_snapshot import restore, snapshot
 from resources.rollout.group_book import GroupBook
 from resources.rollout.group_state import FamilyState, Group, Member, MemberState
 from resources.rollout.logical_time import LogicalSchedule, in_static_order
+from resources.rollout.messages import BatchGroup
 from resources.rollout.prompts import PromptOrder, Prompts
 from resources.rollout.shares import Shares
 
@@ -246,6 +248,21 @@ class StalenessGate:
         self.counted_at_last_batch = {name: dict(family.counts) for name, family in self.families.items()}
         batch_groups = tuple(group.as_batch_group(self._seed_env(group.family, group.prompt_index)) for group in groups)
         out.append(TakeBatch(version, batch_groups, counters))
+
+    def reserved(self, version: int) -> tuple[BatchGroup, ...]:
+        """Groups that batch ``version``, not taken yet, is sure to hold, family by family in order of completion.
+
+        Only more are added until the batch is taken: once everything too old for it is gone, complete groups are not
+        evicted before it, and a batch takes the first complete groups of a family, at least those that its quota and
+        what it is owed ask for. () until the batch was asked for, or its version is served.
+        """
+        if version != self.next_batch or self.horizon < version:
+            return ()
+        return tuple(
+            group.as_batch_group(self._seed_env(group.family, group.prompt_index))
+            for name, family in self.families.items()
+            for group in islice(family.complete, self.shares.wanted(name))
+        )
 
     # -- admission ---------------------------------------------------------------------------------------------------
 

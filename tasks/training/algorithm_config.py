@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -189,3 +189,12 @@ class FamilyTrainingConfig(BaseModel):
     """None: ``training.kl``."""
     weight: float = Field(default=1.0, gt=0)
     """The family's share of the loss is multiplied by this."""
+
+
+class AlgorithmSections(NamedTuple):
+    """What the algorithm of a family consists of: its own sections, the run's where it has none."""
+
+    advantage: AdvantageConfig
+    loss: LossConfig
+    corrections: tuple[CorrectionConfig, ...]
+    kl: KLConfig

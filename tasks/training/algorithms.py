@@ -11,7 +11,7 @@ import numpy as np
 
 from tasks.training.advantages.base import AdvantageEstimator, AdvantageInputs, Advantages
 from tasks.training.advantages.whitening import whiten
-from tasks.training.algorithm_config import AdvantageConfig, CorrectionConfig, KLConfig, LossConfig
+from tasks.training.algorithm_config import AdvantageConfig, AlgorithmSections, CorrectionConfig, KLConfig
 from tasks.training.config import TrainingConfig
 from tasks.training.corrections.base import Correction
 from tasks.training.losses.base import Loss
@@ -26,9 +26,13 @@ class Algorithm:
     estimator: AdvantageEstimator
     loss: Loss
     corrections: tuple[Correction, ...]
-    correction_names: tuple[str, ...]
+    correction_configs: tuple[CorrectionConfig, ...]
     kl: KLConfig
     entropy_coefficient: float
+
+    @property
+    def correction_names(self) -> tuple[str, ...]:
+        return tuple(each.name.rpartition(":")[2] for each in self.correction_configs)
 
     @property
     def needs_proximal(self) -> bool:
@@ -58,39 +62,34 @@ class Algorithms:
     """All algorithms of a run, built from its configuration. Families without a section of their own share one.
 
     Raises:
-        ValueError: when a plug-in cannot be found, or an algorithm needs a critic that the run lacks.
+        ValueError: when a plug-in cannot be found, cannot be streamed though ``training.streamed`` says so, or needs a
+            critic that the run lacks.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
         built: dict[str, Algorithm] = {}
 
-        def build(
-            advantage: AdvantageConfig, loss: LossConfig, corrections: tuple[CorrectionConfig, ...], kl: KLConfig
-        ) -> Algorithm:
+        def build(where: str, sections: AlgorithmSections) -> Algorithm:
             # Families of one configuration share one algorithm, so that their batch statistics are taken together.
-            key = repr((advantage, loss, corrections, kl))
+            key = repr(sections)
             if key not in built:
+                advantage, loss, corrections, kl = sections
                 built[key] = Algorithm(
                     advantage,
                     resolve("training.advantage.estimator", advantage.estimator, ESTIMATORS)(advantage),
                     resolve("training.loss.name", loss.name, LOSSES)(loss),
                     tuple(resolve("training.corrections.name", each.name, CORRECTIONS)(each) for each in corrections),
-                    tuple(each.name.rpartition(":")[2] for each in corrections),
+                    corrections,
                     kl,
                     loss.entropy_coefficient,
                 )
+                if config.streamed:
+                    _check_streams(where, built[key])
             return built[key]
 
-        self._default = build(config.advantage, config.loss, config.corrections, config.kl)
-        self._of_family = {
-            name: build(
-                family.advantage or config.advantage,
-                family.loss or config.loss,
-                config.corrections if family.corrections is None else family.corrections,
-                family.kl or config.kl,
-            )
-            for name, family in config.families.items()
-        }
+        of = {where: build(where, sections) for where, sections in config.algorithms_of().items()}
+        self._default = of["training"]
+        self._of_family = {name: of[f"training.families.{name}"] for name in config.families}
         self.all: tuple[Algorithm, ...] = tuple(built.values())
         for algorithm in self.all:
             if algorithm.needs_critic and config.critic is None:
@@ -183,3 +182,19 @@ def _take(inputs: AdvantageInputs, places: Sequence[int]) -> AdvantageInputs:
 
 def _asks(part: object, what: str) -> bool:
     return bool(getattr(part, what, False))
+
+
+def _check_streams(where: str, algorithm: Algorithm) -> None:
+    """A plug-in says itself whether it looks at groups (a correction: at rows) one by one."""
+    parts: dict[str, tuple[str, object]] = {}
+    if algorithm.advantage.estimator not in ESTIMATORS:
+        parts[f"{where}.advantage.estimator"] = (algorithm.advantage.estimator, algorithm.estimator)
+    for config, correction in zip(algorithm.correction_configs, algorithm.corrections, strict=True):
+        if config.name not in CORRECTIONS:
+            parts[f"{where}.corrections"] = (config.name, correction)
+    for setting, (name, part) in parts.items():
+        if not _asks(part, "streams"):
+            raise ValueError(
+                f"training.streamed is true, but {setting} is {name!r}, which does not say that it needs no more than "
+                "one group at a time; give its class streams = True if that is so, or set training.streamed to false"
+            )

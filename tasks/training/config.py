@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -9,13 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from tasks.training.algorithm_config import (
     AdvantageConfig,
+    AlgorithmSections,
     CorrectionConfig,
     CriticConfig,
     FamilyTrainingConfig,
     KLConfig,
     LossConfig,
 )
-from tasks.training.plugins import ESTIMATORS, NORMALISERS, RATIO_LOSSES, WEIGHTING_CORRECTIONS, check_name
+from tasks.training.plugins import NORMALISERS, check_name
+from tasks.training.requirements import check_requirements
 from tasks.training.simulated_config import SimulatedLearnerConfig
 
 
@@ -125,6 +128,9 @@ class TrainingConfig(BaseModel):
     """Optimizer steps per epoch: the rows are dealt into this many minibatches, family by family."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the rows of an update."""
+    streamed: bool = False
+    """Start the gradients of a batch while it fills, group by group; the step is that of the whole batch. Wants one
+    minibatch, one epoch, and an algorithm that looks at groups one by one. See docs/algorithms.md."""
     max_tokens_per_microbatch: int = Field(default=2560, ge=1)
     """Tokens that go through the model at once. A longer row goes alone. Neither loss nor gradient depends on it."""
     max_logits_per_chunk: int = Field(default=2**25, ge=1)
@@ -176,46 +182,38 @@ class TrainingConfig(BaseModel):
 
     @model_validator(mode="after")
     def _algorithms_have_what_they_need(self) -> TrainingConfig:
-        sections = {"training": FamilyTrainingConfig()} | {
-            f"training.families.{name}": family for name, family in self.families.items()
-        }
-        estimators = {where: (each.advantage or self.advantage).estimator for where, each in sections.items()}
-        for where, estimator in estimators.items():
-            if estimator == "gae" and self.critic is None:
-                raise ValueError(
-                    f"{where}.advantage.estimator is 'gae', which needs a critic, but training.critic is null; "
-                    "set training.critic to {} for its defaults, or choose another estimator"
-                )
-        if self.critic is not None and all(name in ESTIMATORS and name != "gae" for name in estimators.values()):
-            raise ValueError(
-                f"training.critic is given, but no estimator reads it (they are {sorted(set(estimators.values()))}); "
-                "set training.advantage.estimator to 'gae', or leave training.critic out"
-            )
-        if self.normaliser == "fixed_length" and self.fixed_length_tokens is None:
-            raise ValueError(
-                "training.normaliser is 'fixed_length', but training.fixed_length_tokens is null; give the constant, "
-                "for instance the most tokens that a row may sample"
-            )
-        for where, each in sections.items():
-            _check_weights_count_once(
-                where,
-                each.loss or self.loss,
-                self.corrections if each.corrections is None else each.corrections,
-            )
+        check_requirements(self)
         return self
 
+    def algorithms_of(self, families: Collection[str] | None = None) -> dict[str, AlgorithmSections]:
+        """By where they are set: the sections that make up each family's algorithm.
 
-def _check_weights_count_once(where: str, loss: LossConfig, corrections: tuple[CorrectionConfig, ...]) -> None:
-    """A weight proximal / behaviour beside a ratio that already divides by the behaviour policy counts it twice."""
-    weighs = [each.name for each in corrections if each.name in WEIGHTING_CORRECTIONS]
-    counted = loss.name in RATIO_LOSSES and (loss.ratio_to == "behaviour" or loss.name == "decoupled")
-    if weighs and counted:
-        remedy = (
-            "leave the correction out (decoupled has this weight in it)"
-            if loss.name == "decoupled"
-            else "set its loss.ratio_to to 'proximal', or use a mask (ratio_mask) instead"
-        )
-        raise ValueError(
-            f"{where}.corrections has {weighs[0]!r}, a weight proximal / behaviour, but loss {loss.name!r} with "
-            f"ratio_to {loss.ratio_to!r} already weighs by the behaviour policy; {remedy}"
+        ``families``: of the run; None: not known, so that some may have the run's own.
+        """
+        of = {
+            f"training.families.{name}": AlgorithmSections(
+                family.advantage or self.advantage,
+                family.loss or self.loss,
+                self.corrections if family.corrections is None else family.corrections,
+                family.kl or self.kl,
+            )
+            for name, family in self.families.items()
+        }
+        if families is None or any(name not in self.families for name in families):
+            of = {"training": AlgorithmSections(self.advantage, self.loss, self.corrections, self.kl), **of}
+        return of
+
+    def for_families(self, families: Collection[str]) -> TrainingConfig:
+        """The same updates of a run with these families, without a section that none of them has."""
+        used = self.algorithms_of(families)
+        if not used or "training" in used:
+            return self
+        first = next(iter(used.values()))
+        return self.model_copy(
+            update={
+                "advantage": first.advantage,
+                "loss": first.loss,
+                "corrections": first.corrections,
+                "kl": first.kl,
+            }
         )

@@ -6,6 +6,7 @@ One update: advantages of all rows -> training masks -> optimizer steps (`steps`
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,27 +20,30 @@ from transformers import PreTrainedModel
 from resources.object_store import ObjectStore
 from resources.policy.directory import policy_files, weights_digest
 from resources.weights.manifest import AdapterEntry
-from tasks.training.advantages.base import AdvantageInputs
 from tasks.training.algorithms import Algorithms
 from tasks.training.checkpoint import LearnerCounters, restore_checkpoint, save_checkpoint
 from tasks.training.config import TrainingConfig
 from tasks.training.critic import CRITIC_FILE, Critic, read_critic
 from tasks.training.forward import PolicyForward
 from tasks.training.lora import adapter_entry, adapter_files, adapter_tensors, add_adapter, merged_tensors
-from tasks.training.masks import derive_masks, is_beyond_bound, trainable_tokens
 from tasks.training.metrics import batch_metrics
 from tasks.training.model import load_policy, policy_tensors
 from tasks.training.normalisers import build_normaliser
 from tasks.training.objective import Objective
 from tasks.training.optimizer import build_optimizer
-from tasks.training.packing import MicroBatch, PackableSequence
+from tasks.training.packing import MicroBatch
+from tasks.training.prepared import PreparedRows, TrainableRows, prepare_rows
 from tasks.training.ranks import OneRank, Ranks
-from tasks.training.reference import AdapterOff, FrozenCopy, Reference, reward_penalties
+from tasks.training.reference import AdapterOff, FrozenCopy, Reference
 from tasks.training.row import TrainingRow
 from tasks.training.schedule import learning_rate_at
 from tasks.training.sharding import shard, whole
-from tasks.training.steps import StepsReport, TrainableRows, UpdateSteps
+from tasks.training.steps import StepsReport, UpdateSteps
+from tasks.training.streamed import StreamedUpdate
+from tasks.training.streamed_steps import StreamedSteps
 from tasks.training.token_reads import read_sampled_tokens
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class Learner:
         self.skipped_updates = 0
         self.skipped_steps = 0
         self._failure: str | None = None
+        self._streamed: StreamedUpdate | None = None
         self.algorithms = Algorithms(config)
         self._loss = Objective(self.algorithms)
         self._normalise = build_normaliser(config)
@@ -133,47 +138,24 @@ class Learner:
             NonFiniteUpdate: NaN or infinite loss or gradient, with ``on_nonfinite: stop``.
             RuntimeError: an earlier update failed half-way; `restore` first.
         """
-        if self._failure is not None:
-            raise RuntimeError(f"the learner's weights are unknown ({self._failure}); restore a checkpoint first")
-        if version != self.version:
-            raise ValueError(
-                f"the learner holds version {self.version}; batch {version} is not the next one to train on"
-            )
+        self._check_next(version)
         started = time.perf_counter()
-        for row in rows:
-            row.validate(version=version, vocabulary_size=self._vocabulary_size)
-        self._agree(rows, version)
-        reference_RT = None if self._reference is None else self._read_sampled(rows, self._reference.logprobs)
-        inputs = self._advantage_inputs(rows, version, max_staleness, reference_RT)
-        advantages = self.algorithms.estimate(inputs)
-        masks = derive_masks(
-            rows,
-            advantages.excluded_R,
-            version=version,
-            max_staleness=max_staleness,
-            truncated_rows=self.config.truncated_rows,
-        )
-        metrics = batch_metrics(rows, advantages, masks, version)
+        self._check_rows(rows, version)
+        streamed = self._take_streamed(rows, version, max_staleness)
+        before = None if streamed is None else streamed.done()
+        if streamed is None:
+            prepared = self._prepare(rows, version, max_staleness)
+        else:
+            prepared = streamed.completed(rows)
+        families = num_families or len(prepared.families)
+        metrics = batch_metrics(prepared.rows, prepared.advantages, prepared.masks, version)
+        trainable = prepared.trainable(families)
         notes: list[str] = []
         skipped = None
-        live = [index for index, mask in enumerate(masks.trained_RT) if mask.any()]
-        trainable = TrainableRows(
-            sequences=[PackableSequence(rows[i].token_ids, masks.trained_RT[i], rows[i].temperature) for i in live],
-            families=[rows[i].family for i in live],
-            advantages_RT=[advantages.values_RT[i] for i in live],
-            behaviour_RT=[rows[i].behaviour_logprobs for i in live],
-            versions_RT=[rows[i].token_versions for i in live],
-            num_families=num_families or len({row.family for row in rows}),
-            version=version,
-            rewards_R=[rows[i].reward or 0.0 for i in live],
-            values_RT=None if inputs.values_RT is None else [inputs.values_RT[i] for i in live],
-            reference_RT=None if reference_RT is None else [reference_RT[i] for i in live],
-            returns_RT=None if advantages.returns_RT is None else [advantages.returns_RT[i] for i in live],
-        )
         steps_taken = 0
-        if live:
+        if trainable.sequences:
             metrics["learning_rate"] = self._set_learning_rate(version)
-            report = self._take_steps(trainable, version)
+            report = self._take_steps(trainable, version, streamed)
             metrics |= report.metrics
             steps_taken = report.optimizer_steps
             self.optimizer_step += report.optimizer_steps
@@ -187,11 +169,14 @@ class Learner:
             self.skipped_updates += 1
             skipped = (
                 f"update {version} took no step and changed no weight: {len(rows)} trajectories hold no token to train "
-                f"(sampled tokens masked by cause: {masks.masked_tokens or 'none was sampled'})"
+                f"(sampled tokens masked by cause: {prepared.masks.masked_tokens or 'none was sampled'})"
             )
             notes.append(skipped)
         self.version = version + 1
         update_s = time.perf_counter() - started
+        if before is not None:
+            metrics |= before
+            update_s += before["time/streamed_s"]
         processed = sum(len(sequence.token_ids) for sequence in trainable.sequences) * self.config.epochs
         metrics |= {
             "optimizer_steps": steps_taken,
@@ -205,6 +190,72 @@ class Learner:
         if notes:
             metrics["notes"] = notes
         return UpdateReport(self.version, metrics, steps_taken, skipped)
+
+    def stream(self, rows: Sequence[TrainingRow], version: int, *, max_staleness: int | None = None) -> None:
+        """Begin, or go on with, update ``version``: whole groups of its batch, before the batch is whole.
+
+        No weight changes. `update` then takes the batch, of which these rows are not computed again; should the batch
+        not hold a group as it was given here, all that was streamed is forgotten. Groups may come in any order. An
+        error forgets what was streamed as well.
+
+        Raises:
+            ValueError: a row that cannot be trained on, a group that was given before, or not the next update.
+        """
+        assert self.config.streamed, "training.streamed is set"
+        self._check_next(version)
+        try:
+            self._check_rows(rows, version)
+            if self._streamed is None:
+                self._streamed = StreamedUpdate(
+                    version,
+                    max_staleness,
+                    lambda rows: self._prepare(rows, version, max_staleness),
+                    StreamedSteps(**self._for_steps()),
+                )
+            self._streamed.add(rows)
+        except BaseException:
+            self._streamed = None
+            raise
+
+    @property
+    def num_streamed_groups(self) -> int:
+        """Groups of the next update that were streamed."""
+        return 0 if self._streamed is None else len(self._streamed.groups)
+
+    def _check_next(self, version: int) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the learner's weights are unknown ({self._failure}); restore a checkpoint first")
+        if version != self.version:
+            raise ValueError(
+                f"the learner holds version {self.version}; batch {version} is not the next one to train on"
+            )
+
+    def _check_rows(self, rows: Sequence[TrainingRow], version: int) -> None:
+        for row in rows:
+            row.validate(version=version, vocabulary_size=self._vocabulary_size)
+        self._agree(rows, version)
+
+    def _prepare(self, rows: Sequence[TrainingRow], version: int, max_staleness: int | None) -> PreparedRows:
+        reference, critic = self._reference, self._critic
+        return prepare_rows(
+            rows,
+            version,
+            max_staleness,
+            self.config.truncated_rows,
+            self.algorithms,
+            values_RT=None if critic is None else self._read_values(rows, critic),
+            reference_RT=None if reference is None else self._read_sampled(rows, reference.logprobs),
+        )
+
+    def _take_streamed(
+        self, rows: Sequence[TrainingRow], version: int, max_staleness: int | None
+    ) -> StreamedUpdate | None:
+        """What was streamed of the batch, if it is the batch's."""
+        streamed, self._streamed = self._streamed, None
+        if streamed is None or streamed.is_part_of(rows, max_staleness):
+            return streamed
+        logger.warning("update %d: the batch is not what was streamed of it; starting over", version)
+        return None
 
     @property
     def adapter(self) -> AdapterEntry | None:
@@ -273,22 +324,7 @@ class Learner:
         self.optimizer_step = counters.optimizer_step
         self.skipped_updates = counters.skipped_updates
         self.skipped_steps = counters.skipped_steps
-        self._failure = None
-
-    def _advantage_inputs(
-        self,
-        rows: Sequence[TrainingRow],
-        version: int,
-        max_staleness: int | None,
-        reference_RT: list[np.ndarray] | None,
-    ) -> AdvantageInputs:
-        return AdvantageInputs(
-            rows=rows,
-            trainable_RT=[trainable_tokens(row, version, max_staleness, self.config.truncated_rows) for row in rows],
-            counted_R=[not is_beyond_bound(row, version, max_staleness) for row in rows],
-            penalty_RT=None if reference_RT is None else reward_penalties(self.algorithms, rows, reference_RT),
-            values_RT=None if self._critic is None else self._read_values(rows, self._critic),
-        )
+        self._failure = self._streamed = None
 
     def _read_values(self, rows: Sequence[TrainingRow], critic: Critic) -> list[np.ndarray]:
         return self._read_sampled(rows, lambda batch: critic.values(self._forward.tokens(batch).hidden_ND))
@@ -312,6 +348,11 @@ class Learner:
         directory = self.config.reference.model_directory if self.config.reference else None
         if directory is None and self.config.lora is not None:
             return AdapterOff(self._forward)
+        if directory is not None and not Path(directory).is_dir():
+            raise ValueError(
+                f"training.reference.model_directory is {directory!r}, and there is no such folder where the learner "
+                "runs; give the folder of a model, or leave it out for the policy that the run starts from"
+            )
         model = load_policy(directory or self.model_directory, self.config.layout, self.device)
         if (size := int(model.config.get_text_config().vocab_size)) != self._vocabulary_size:
             raise ValueError(
@@ -344,20 +385,23 @@ class Learner:
             group["lr"] = learning_rate
         return learning_rate
 
-    def _take_steps(self, rows: TrainableRows, version: int) -> StepsReport:
-        steps = UpdateSteps(
-            rows,
-            forward=self._forward,
-            loss=self._loss,
-            normalise=self._normalise,
-            optimizer=self._optimizer,
-            config=self.config,
-            device=self.device,
-            critic=self._critic,
-            ranks=self.ranks,
-        )
+    def _for_steps(self) -> dict[str, Any]:
+        return {
+            "forward": self._forward,
+            "loss": self._loss,
+            "normalise": self._normalise,
+            "optimizer": self._optimizer,
+            "config": self.config,
+            "device": self.device,
+            "critic": self._critic,
+            "ranks": self.ranks,
+        }
+
+    def _take_steps(self, rows: TrainableRows, version: int, streamed: StreamedUpdate | None) -> StepsReport:
         try:
-            return steps.run(version=version, seed=self.seed)
+            if streamed is not None:
+                return streamed.steps.finish(rows.num_families, version)
+            return UpdateSteps(rows, **self._for_steps()).run(version=version, seed=self.seed)
         except BaseException as error:
             # Some steps may have been taken and others not: such weights are no version.
             self._failure = f"update {version} failed: {type(error).__name__}: {error}"

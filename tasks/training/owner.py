@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from resources.rollout.messages import BatchGroup
 from tasks.training.rank import LearnerSettings
 from tasks.training.rank_group import RankGroup
 
@@ -45,13 +47,17 @@ class LearnerActor:
         A repeated call for a batch that is already trained is refused: a batch is trained exactly once.
         """
         self._rebuild_if_broken()
-        if version != self.version:
-            raise ValueError(
-                f"the learner holds version {self.version}; batch {version} is not the next one to train on"
-            )
+        self._check_next(version)
         metrics = self.group.together("update", version)
         self.version = version + 1
         return metrics
+
+    def stream(self, version: int, groups: Sequence[BatchGroup]) -> None:
+        """Begin, or go on with, the update on batch ``version`` while it fills (`training.streamed`): groups that it is
+        sure to hold. The weights stay as they are until `update` finds the whole batch."""
+        self._rebuild_if_broken()
+        self._check_next(version)
+        self.group.together("stream", version, groups)
 
     def publish(self, version: int) -> dict[str, Any]:
         """Write the weights of a version, then the checkpoint that a resume starts from.
@@ -72,6 +78,12 @@ class LearnerActor:
     def close(self) -> None:
         """End all ranks."""
         self.group.close()
+
+    def _check_next(self, version: int) -> None:
+        if version != self.version:
+            raise ValueError(
+                f"the learner holds version {self.version}; batch {version} is not the next one to train on"
+            )
 
     def _rebuild_if_broken(self) -> None:
         if self.group.broken is not None:

@@ -3,22 +3,51 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from resources.rollout.messages import Batch, BatchGroup
 from resources.runs import RunRef, checkpoint_prefix
 from resources.trajectories.batch import read_batch
 from resources.trajectories.store import read_trajectories
+from resources.trajectories.trajectory import Trajectory
 from resources.weights.store import WeightStore
 from tasks.training.config import TrainingConfig
 from tasks.training.pool_components import PoolComponents
+from tasks.training.row import TrainingRow
 from tasks.training.rows import generation_seconds, training_rows
 
 if TYPE_CHECKING:
     from tasks.training.learner import Learner
     from tasks.training.ranks import Ranks
     from tasks.training.simulated import SimulatedLearner
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyGroup:
+    """A group that was read before its batch was complete."""
+
+    group: BatchGroup
+    trajectories: list[Trajectory]
+    rows: list[TrainingRow]
+
+
+def early_groups(
+    groups: Sequence[BatchGroup], trajectories: Sequence[Trajectory], rows: Sequence[TrainingRow]
+) -> dict[str, EarlyGroup]:
+    """By group id: each group with what was read of it. A member has one trajectory, and one row or several."""
+    rest = iter(trajectories)
+    return {
+        group.group_id: EarlyGroup(
+            group,
+            list(islice(rest, len(group.members))),
+            [row for row in rows if row.group_id == group.group_id],
+        )
+        for group in groups
+    }
 
 
 @dataclass(frozen=True)
@@ -62,6 +91,8 @@ class LearnerRank:
         )
         self._pool_components = PoolComponents(self.folder) if self.learner.needs_components else None
         self._tokenizer_hash = read_tokenizer_hash(settings)
+        self._early: dict[str, EarlyGroup] = {}
+        """Groups of the next batch that were streamed."""
         if version is not None:
             self.learner.restore(self.folder, checkpoint_prefix(version))
 
@@ -69,10 +100,8 @@ class LearnerRank:
         """Train on batch ``version``; returns the update's metrics."""
         started = time.perf_counter()
         batch = read_batch(self.run.root(), self.run.run_id, version)
-        members = [member for group in batch.groups for member in group.members]
-        trajectories = read_trajectories(self.run.root(), [member.ref for member in members])
-        components = None if self._pool_components is None else self._pool_components.of_batch(batch)
-        rows = training_rows(batch, trajectories, components, self._tokenizer_hash)
+        trajectories, rows = self._read(batch)
+        self._early = {}
         read_s = time.perf_counter() - started
         report = self.learner.update(
             rows, version, num_families=self.settings.num_families, max_staleness=self.settings.max_staleness
@@ -84,6 +113,34 @@ class LearnerRank:
             "time/read_batch_s": read_s,
             "time/update_s": time.perf_counter() - started,
         }
+
+    def stream(self, version: int, groups: Sequence[BatchGroup]) -> None:
+        """Begin, or go on with, the update on batch ``version``: groups that it will hold. No weight changes, and what
+        `update` finds in the manifest decides what is trained."""
+        from tasks.training.learner import Learner
+
+        assert isinstance(self.learner, Learner), "the configuration refuses to stream without gradients"
+        trajectories, rows = self._read(Batch(self.run.run_id, version, tuple(groups)))
+        self.learner.stream(rows, version, max_staleness=self.settings.max_staleness)
+        self._early |= early_groups(groups, trajectories, rows)
+
+    def _read(self, batch: Batch) -> tuple[list[Trajectory], list[TrainingRow]]:
+        """Trajectories and rows of a batch, in its order; those that were streamed are not read again."""
+        part = replace(batch, groups=tuple(g for g in batch.groups if not self._is_read(g))) if self._early else batch
+        members = [member for group in part.groups for member in group.members]
+        trajectories = read_trajectories(self.run.root(), [member.ref for member in members])
+        components = None if self._pool_components is None else self._pool_components.of_batch(part)
+        rows = training_rows(part, trajectories, components, self._tokenizer_hash)
+        if part is batch:
+            return trajectories, rows
+        known = self._early | early_groups(part.groups, trajectories, rows)
+        in_order = [known[group.group_id] for group in batch.groups]
+        return [each for group in in_order for each in group.trajectories], [
+            r for group in in_order for r in group.rows
+        ]
+
+    def _is_read(self, group: BatchGroup) -> bool:
+        return group.group_id in self._early and self._early[group.group_id].group == group
 
     def publish(self, version: int) -> dict[str, Any]:
         """Write the weights held as this version, then the checkpoint that a resume starts from.

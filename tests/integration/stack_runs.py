@@ -186,12 +186,13 @@ def stage_workers(flow_run: FlowRun, num_expected: int) -> dict[str, str]:
     return wait_for(f"log lines of {num_expected} stages of {flow_run.name}", workers, RECORDED_S)
 
 
-def assert_stages_ran_on_their_workers(train_run: FlowRun, num_iterations: int) -> None:
-    """S19, and hardware affinity of stages: at most 6 task runs an iteration, each on a worker of its class."""
+def assert_stages_ran_on_their_workers(train_run: FlowRun, num_iterations: int, *, streamed: bool = False) -> None:
+    """S19, and hardware affinity of stages: at most 7 task runs an iteration, each on a worker of its class."""
+    stages = STAGES | ({"stream": "learner-0"} if streamed else {})
     runs = subflow_runs(train_run.id, "rl-iteration")
     assert [run.name for run in runs] == [f"iteration-{version}" for version in range(num_iterations)]
     for run in runs:
         assert run.state is not None and run.state.is_completed(), run.state
-        tasks = completed_tasks(run, len(STAGES))
-        assert tasks == sorted(STAGES) and len(tasks) <= 6
-        assert stage_workers(run, len(STAGES)) == STAGES
+        tasks = completed_tasks(run, len(stages))
+        assert tasks == sorted(stages) and len(tasks) <= 7
+        assert stage_workers(run, len(stages)) == stages

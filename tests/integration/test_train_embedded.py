@@ -1,5 +1,6 @@
 """The main job, end to end, on embedded pools: `train(config)` from Python with the asynchronous pipeline, and beside
-it ``python -m flows.train`` with the synchronous one. Two runs at once that share a state folder, and so a server."""
+it ``python -m flows.train`` with the synchronous one and streamed updates. Two runs at once that share a state folder,
+and so a server."""
 
 from __future__ import annotations
 
@@ -69,7 +70,11 @@ class Finished:
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Finished]]:
     state, stores = tmp_path_factory.mktemp("state"), tmp_path_factory.mktemp("stores")
     beside = small_fields(
-        stores / "synchronous", "synchronous", rollout={"pipeline": "synchronous", "max_staleness": 0}, num_iterations=2
+        stores / "synchronous",
+        "synchronous",
+        rollout={"pipeline": "synchronous", "max_staleness": 0},
+        training={"streamed": True, "minibatches": 1, "max_tokens_per_microbatch": 256},
+        num_iterations=2,
     )
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("ROLLART_STATE_DIR", str(state))
@@ -199,7 +204,16 @@ def test_stages_are_task_runs_on_workers_of_their_class(
     both: dict[str, Finished], name: str, num_iterations: int
 ) -> None:
     """S19."""
-    assert_stages_ran_on_their_workers(both[name].flow_run, num_iterations)
+    assert_stages_ran_on_their_workers(both[name].flow_run, num_iterations, streamed=name == "synchronous")
+
+
+def test_streamed_updates_begin_before_their_batch_is_complete(both: dict[str, Finished]) -> None:
+    metrics = read_metrics(both["synchronous"].folder)
+    assert len(metrics) == 2
+    assert any(row.get("tokens/streamed", 0) > 0 for row in metrics), "no group was trained early"
+    for row in metrics:
+        assert 0 <= row.get("tokens/streamed", 0) <= row["tokens/processed"]
+        assert row["optimizer_steps"] <= 1
 
 
 def test_logs_of_dask_workers_reach_the_flow_run(finished: Finished) -> None:

@@ -33,6 +33,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"training.families": {"frozen_lak": {"weight": 2.0}}},
         r"training.families has the names \['frozen_lak'\], .* allowed: \['calculator', .*Correct the name",
     ),
+    "a streamed update of a deterministic run": (
+        {"deterministic": True, "training.streamed": True, "training.minibatches": 1},
+        r"training.streamed is true, and rollout.deterministic too: .* set training.streamed to false, or determ",
+    ),
+    "the run's own estimator without its critic, where a family has it": (
+        {
+            "training.advantage.estimator": "gae",
+            "training.families": {"frozen_lake": {"advantage": {"estimator": "grpo"}}},
+        },
+        r"training.advantage.estimator is 'gae', which needs a critic",
+    ),
     "nucleus sampling": ({f"{LAKE}.top_p": 0.9}, r"families.frozen_lake: top_p is 0.9; only 1.0 is allowed"),
     "top-k sampling": ({f"{LAKE}.top_k": 5}, r"families.frozen_lake: top_k is 5; only 0"),
     "nothing to judge": (

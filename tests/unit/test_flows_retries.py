@@ -8,7 +8,7 @@ import pytest
 from distributed.client import FutureCancelledError
 
 import flows.retries
-from flows.retries import run_stage
+from flows.retries import run_stage, tolerate_loss
 from resources.failures import DeadlineExceeded, InfrastructureFailure
 from resources.runs import RunRef
 
@@ -88,3 +88,12 @@ def test_why_the_run_cannot_be_made_whole_is_what_is_raised(lines):
 
     with pytest.raises(InfrastructureFailure, match="cannot be rebuilt"):
         attempt(FailingStage(InfrastructureFailure("gone")), wait=give_up)
+
+
+def test_what_only_works_ahead_may_be_lost_and_nothing_else(lines):
+    tolerate_loss(FailingStage())
+    assert lines == []
+    tolerate_loss(FailingStage(InfrastructureFailure("its worker learner-0 died")))
+    assert lines == ["its worker learner-0 died; the stage behind it does everything itself"]
+    with pytest.raises(ValueError, match="reward is nan"):
+        tolerate_loss(FailingStage(ValueError("trajectory run/a-0/0/0: reward is nan")))

@@ -26,7 +26,7 @@ from resources.rollout.gate_events import (
     TrajectoryLost,
     VersionLoaded,
 )
-from resources.rollout.messages import TrajectoryDone
+from resources.rollout.messages import BatchGroup, TrajectoryDone
 from resources.rollout.staleness import StalenessGate
 from resources.trajectories.trajectory import TrajectoryRef
 
@@ -86,6 +86,8 @@ class World(RuleBasedStateMachine):
         self.taken: dict[int, dict[str, int]] = {}
         """Groups of each family in every batch taken from here."""
         self.asked: int | None = None
+        self.reserved: dict[int, dict[str, BatchGroup]] = {}
+        """What the gate ever promised, by batch."""
         self.feed(Opened())
 
     def feed(self, event):
@@ -112,6 +114,7 @@ class World(RuleBasedStateMachine):
                     }
                     assert number > limits[cause], (family, cause, number)
         self.gate.validate()
+        self.check_reserved()
         for name, family in self.families.items():
             state = self.gate.families[name]
             owed = self.gate.shares.families[name].owed
@@ -133,7 +136,16 @@ class World(RuleBasedStateMachine):
         version = data.draw(st.integers(self.started_at[trajectory_id], self.gate.version))
         return max(0, version - data.draw(st.integers(0, self.most_behind)))
 
+    def check_reserved(self):
+        """What was promised to the next batch stays promised, and unchanged."""
+        version = self.gate.next_batch
+        groups = {group.group_id: group for group in self.gate.reserved(version)}
+        assert self.reserved.get(version, {}).items() <= groups.items(), "a promise is kept until the batch is taken"
+        self.reserved = {version: groups}
+
     def check_batch(self, batch: TakeBatch):
+        taken = {group.group_id: group for group in batch.groups}
+        assert self.reserved.get(batch.version, {}).items() <= taken.items(), "the batch holds what was promised"
         for name, family in self.families.items():
             groups = [group for group in batch.groups if group.family == name]
             self.taken.setdefault(batch.version, {})[name] = len(groups)
@@ -281,7 +293,7 @@ class World(RuleBasedStateMachine):
         if self.gate.next_batch < before.next_batch:
             self.trained = {group: v for group, v in self.trained.items() if v < self.gate.next_batch}
             self.taken = {v: groups for v, groups in self.taken.items() if v < self.gate.next_batch}
-        self.running, self.stopping, self.asked = {}, set(), None
+        self.running, self.stopping, self.asked, self.reserved = {}, set(), None, {}
         self.awaiting &= set(self.gate.seats)
         self.gate.validate()
         self.feed(Opened())

@@ -30,6 +30,7 @@ from tasks.training.learner import Learner
 from tasks.training.losses.base import LossInputs, TokenLosses
 from tasks.training.losses.reference_kl import reference_kl
 from tasks.training.plugins import ESTIMATORS, LOSSES
+from tasks.training.requirements import check_requirements
 from tasks.training.row import TrainingRow, TurnSpan
 from tests.unit.test_tasks_training_learner import make_batch, make_learner, weights
 from tests.unit.test_tasks_training_model import make_model_directory
@@ -350,6 +351,27 @@ def test_what_an_algorithm_needs_and_the_run_lacks_is_refused_at_the_start() -> 
         TrainingConfig(normaliser="fixed_length")
     with pytest.raises(ValidationError, match=r"low 2\.0 and high 1\.0; low must be below high"):
         CorrectionConfig(name="ratio_mask", low=2.0, high=1.0)
+
+
+def test_an_algorithm_that_no_family_has_is_neither_asked_for_what_it_needs_nor_built() -> None:
+    """The run's own lacks a critic and its plug-in cannot be found; every family does otherwise."""
+    own = {"advantage": AdvantageConfig(estimator="gae"), "loss": LossConfig(name="nowhere.to_be_found:Loss")}
+    grpo, clip = AdvantageConfig(), LossConfig()
+    families = {
+        "maze": FamilyTrainingConfig(advantage=grpo, loss=clip),
+        "sums": FamilyTrainingConfig(advantage=AdvantageConfig(estimator="rloo"), loss=clip),
+    }
+    config = TrainingConfig(**own, families=families)
+    check_requirements(config, ["maze", "sums"])
+    algorithms = Algorithms(config.for_families(["maze", "sums"]))
+    assert len(algorithms.all) == 2 and not algorithms.needs_critic
+    assert [algorithms.of(name).advantage.estimator for name in ("maze", "sums")] == ["grpo", "rloo"]
+    with pytest.raises(ValueError, match=r"training\.advantage\.estimator is 'gae', which needs a critic"):
+        check_requirements(config, ["maze", "sums", "code"])
+    assert config.for_families(["maze", "sums", "code"]) is config
+    with pytest.raises(ValueError, match="nowhere"):
+        Algorithms(config)
+    TrainingConfig(**own, critic=CriticConfig(), families={"maze": families["maze"]})
 
 
 @pytest.mark.parametrize(("loss", "remedy"), [("ppo_clip", "ratio_to to 'proximal'"), ("decoupled", "leave the corr")])

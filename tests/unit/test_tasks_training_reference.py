@@ -55,11 +55,14 @@ def test_a_penalty_in_the_reward_moves_the_policy_back(directory: Path) -> None:
     assert metrics["reward/mean"] == plain["reward/mean"], "the metric is the reward as it was given"
 
 
-def test_a_reference_of_another_vocabulary_is_refused(directory: Path, tmp_path: Path) -> None:
+def test_a_reference_that_is_missing_or_of_another_vocabulary_is_refused(directory: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.resize_token_embeddings(48)
     model.save_pretrained(tmp_path)
+    missing = str(tmp_path / "missing")
+    with pytest.raises(ValueError, match=r"reference\.model_directory is .*missing.* there is no such folder"):
+        make_learner(directory, kl=KL, reference=ReferenceConfig(model_directory=missing))
     with pytest.raises(ValueError, match=r"reference\.model_directory is .* vocabulary holds 48 tokens.* policy's 40"):
         make_learner(directory, kl=KL, reference=ReferenceConfig(model_directory=str(tmp_path)))

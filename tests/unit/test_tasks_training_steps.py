@@ -25,7 +25,8 @@ from tasks.training.objective import Objective
 from tasks.training.optimizer import build_optimizer
 from tasks.training.packing import PackableSequence
 from tasks.training.plugins import LOSSES, NORMALISERS
-from tasks.training.steps import NonFiniteUpdate, TrainableRows, UpdateSteps
+from tasks.training.prepared import TrainableRows
+from tasks.training.steps import NonFiniteUpdate, UpdateSteps
 from tests.unit.test_tasks_training_model import make_model_directory
 from tests.unit.test_tasks_training_row import VOCABULARY
 
@@ -171,7 +172,7 @@ def test_loss_and_gradient_do_not_depend_on_split_or_packing(
             else {},
         }
         steps = steps_over(rows, used, build_normaliser(TrainingConfig(**config)), **config)
-        corrected = steps.prepare_corrections()
+        corrected = steps.passes.prepare_corrections()
         sums, value, _ = steps.accumulate_gradient(range(len(lengths)), at_start=True)
         results.append((value, gradient_of(used), {**sums.read(), **corrected}))
     (whole, gradient, metrics), (split, split_gradient, split_metrics) = results
@@ -191,7 +192,7 @@ def test_a_correction_masks_without_inflating_the_rest(model: PreTrainedModel) -
     rows = random_rows(2, [9, 14], ["maze", "maze"])
     loss, strict = LossConfig(name="policy_gradient"), CorrectionConfig(name="staleness_mask", max_staleness=1)
     steps = steps_over(rows, model, token_mean, loss=loss, corrections=(strict, strict))
-    metrics = steps.prepare_corrections()
+    metrics = steps.passes.prepare_corrections()
     trained = [sequence.trained for sequence in rows.sequences]
     stale = [3 - versions[mask] > 1 for versions, mask in zip(rows.versions_RT, trained, strict=True)]
     num_stale, num_tokens = (sum(int(each.sum()) for each in many) for many in (stale, trained))
@@ -201,7 +202,10 @@ def test_a_correction_masks_without_inflating_the_rest(model: PreTrainedModel) -
     expected = sum(
         -float(advantages[0]) * float(logprobs[~old].sum())
         for advantages, logprobs, old in zip(
-            rows.advantages_RT, (steps.start_logprobs[0].numpy(), steps.start_logprobs[1].numpy()), stale, strict=True
+            rows.advantages_RT,
+            (steps.passes.start_logprobs[0].numpy(), steps.passes.start_logprobs[1].numpy()),
+            stale,
+            strict=True,
         )
     )
     assert value == pytest.approx(expected / num_tokens, rel=1e-5)
@@ -212,7 +216,7 @@ def test_m7_both_sequence_weights_are_logged_whichever_is_used(model: PreTrained
     loss = LossConfig(name="policy_gradient")
     for level in ("sequence_sum", "sequence_mean"):
         corrections = (CorrectionConfig(name="truncated_weight", level=level, high=0.1),)
-        metrics = steps_over(rows, model, token_mean, loss=loss, corrections=corrections).prepare_corrections()
+        metrics = steps_over(rows, model, token_mean, loss=loss, corrections=corrections).passes.prepare_corrections()
         assert metrics["correction/weight"] <= 0.1 + 1e-6
         assert metrics["behaviour_weight/sequence_sum"] != metrics["behaviour_weight/sequence_mean"]
 

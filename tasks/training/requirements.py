@@ -1,0 +1,60 @@
+"""Does an update's configuration have all that its algorithms need, and nothing that they would ignore?
+
+What a family does otherwise is a section of its own; the run's own sections count only where some family has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from tasks.training.plugins import ESTIMATORS, RATIO_LOSSES, WEIGHTING_CORRECTIONS
+from tasks.training.streaming import check_streaming
+
+if TYPE_CHECKING:
+    from tasks.training.algorithm_config import CorrectionConfig, LossConfig
+    from tasks.training.config import TrainingConfig
+
+
+def check_requirements(config: TrainingConfig, families: Collection[str] | None = None) -> None:
+    """Raises ValueError, naming the setting, its value and the remedy.
+
+    ``families``: of the run; None: not known, and those that do something otherwise are checked, or the run's own
+    algorithm when there are none.
+    """
+    used = config.algorithms_of(config.families or None if families is None else families)
+    for where, each in used.items():
+        if each.advantage.estimator == "gae" and config.critic is None:
+            raise ValueError(
+                f"{where}.advantage.estimator is 'gae', which needs a critic, but training.critic is null; "
+                "set training.critic to {} for its defaults, or choose another estimator"
+            )
+        _check_weights_count_once(where, each.loss, each.corrections)
+    estimators = {each.advantage.estimator for each in config.algorithms_of(families).values()}
+    if config.critic is not None and all(name in ESTIMATORS and name != "gae" for name in estimators):
+        raise ValueError(
+            f"training.critic is given, but no estimator reads it (they are {sorted(estimators)}); "
+            "set training.advantage.estimator to 'gae', or leave training.critic out"
+        )
+    if config.normaliser == "fixed_length" and config.fixed_length_tokens is None:
+        raise ValueError(
+            "training.normaliser is 'fixed_length', but training.fixed_length_tokens is null; give the constant, "
+            "for instance the most tokens that a row may sample"
+        )
+    check_streaming(config, used)
+
+
+def _check_weights_count_once(where: str, loss: LossConfig, corrections: tuple[CorrectionConfig, ...]) -> None:
+    """A weight proximal / behaviour beside a ratio that already divides by the behaviour policy counts it twice."""
+    weighs = [each.name for each in corrections if each.name in WEIGHTING_CORRECTIONS]
+    counted = loss.name in RATIO_LOSSES and (loss.ratio_to == "behaviour" or loss.name == "decoupled")
+    if weighs and counted:
+        remedy = (
+            "leave the correction out (decoupled has this weight in it)"
+            if loss.name == "decoupled"
+            else "set its loss.ratio_to to 'proximal', or use a mask (ratio_mask) instead"
+        )
+        raise ValueError(
+            f"{where}.corrections has {weighs[0]!r}, a weight proximal / behaviour, but loss {loss.name!r} with "
+            f"ratio_to {loss.ratio_to!r} already weighs by the behaviour policy; {remedy}"
+        )
