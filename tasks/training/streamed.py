@@ -58,7 +58,11 @@ class StreamedUpdate:
 
     def done(self) -> dict[str, Any]:
         """Metrics of what was done so far."""
-        return {"time/streamed_s": self.seconds, "tokens/streamed": self.steps.num_tokens_run}
+        return {
+            "num_streamed_groups": len(self.groups),
+            "tokens/streamed": self.steps.num_tokens_run,
+            "time/streamed_s": self.seconds,
+        }
 
 
 def group_digests(rows: Sequence[TrainingRow]) -> dict[str, GroupDigest]:

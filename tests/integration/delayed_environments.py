@@ -1,4 +1,5 @@
-"""Built-in environments that take their time: as long as the machine's own randomness wills, whatever the seed."""
+"""Built-in environments that take their time: as long as the machine's own randomness wills, whatever the seed, or long
+for certain."""
 
 from __future__ import annotations
 
@@ -24,4 +25,12 @@ class DelayedGuessNumber(GuessNumber):
 class DelayedCalculator(Calculator):
     async def step(self, action):
         await asyncio.sleep(_RANDOM.uniform(0, 0.05))
+        return await super().step(action)
+
+
+class UnhurriedGuessNumber(GuessNumber):
+    """Its groups are the last of their batch."""
+
+    async def step(self, action):
+        await asyncio.sleep(2.0)
         return await super().step(action)

@@ -288,7 +288,9 @@ def learner_metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         {"kl": KLConfig(coefficient=0.1)},
     ):
         names |= set(make_learner(directory, **changes).update(make_batch(0), 0).metrics)
-    return names
+    learner = make_learner(directory, streamed=True, minibatches=1)
+    learner.stream(make_batch(0)[:4], 0)
+    return names | set(learner.update(make_batch(0), 0).metrics)
 
 
 def string_constants(file: str) -> set[str]:
