@@ -131,4 +131,5 @@ def target_logprobs(
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         # A logit of -inf has probability 0 and adds nothing; 0 * -inf would be NaN.
         entropy_N = -(logprobs_NV.exp() * logprobs_NV.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
-    return logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N
+    # A sum of one, not a squeeze: what a sharded module returns must be no view, or FSDP2 warns of it.
+    return logprobs_NV.gather(-1, targets_N[:, None]).sum(dim=-1), entropy_N

@@ -105,3 +105,11 @@ def test_the_entropys_gradient_is_the_same_in_chunks(directory: Path) -> None:
         outputs.entropy_N.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert float((gradients[0] - gradients[1]).abs().max()) < 1e-6 * max(1.0, float(gradients[0].abs().max()))
+
+
+@pytest.mark.parametrize("max_logits", [2**25, 2 * VOCABULARY])
+def test_no_output_is_a_view(directory: Path, max_logits: int) -> None:
+    """FSDP2 warns of modules that return one."""
+    forward = PolicyForward(load_policy(directory, "packed", "cpu"), max_logits)
+    outputs = forward.tokens(pack(sequences(), range(6)), entropy_gradient=True)
+    assert not any(output._is_view() for output in outputs)
