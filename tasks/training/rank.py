@@ -135,9 +135,8 @@ class LearnerRank:
             return trajectories, rows
         known = self._early | early_groups(part.groups, trajectories, rows)
         in_order = [known[group.group_id] for group in batch.groups]
-        return [each for group in in_order for each in group.trajectories], [
-            r for group in in_order for r in group.rows
-        ]
+        trajectories = [trajectory for group in in_order for trajectory in group.trajectories]
+        return trajectories, [row for group in in_order for row in group.rows]
 
     def _is_read(self, group: BatchGroup) -> bool:
         return group.group_id in self._early and self._early[group.group_id].group == group
