@@ -1,61 +1,42 @@
 """The learner: turns policy version v and the rows of batch v into version v + 1.
 
-One update: advantages of all rows -> training masks -> optimizer steps (`steps`).
+One update: advantages and training masks of all rows (`prepared`) -> optimizer steps (`steps`). What they change, and
+the forms in which it is saved and published: `learned_state`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from resources.object_store import ObjectStore
-from resources.policy.directory import policy_files, weights_digest
 from resources.weights.manifest import AdapterEntry
 from tasks.training.algorithms import Algorithms
-from tasks.training.checkpoint import LearnerCounters, restore_checkpoint, save_checkpoint
+from tasks.training.checkpoint import LearnerCounters
 from tasks.training.config import TrainingConfig
-from tasks.training.critic import CRITIC_FILE, Critic, read_critic
-from tasks.training.forward import PolicyForward
-from tasks.training.lora import adapter_entry, adapter_files, adapter_tensors, add_adapter, merged_tensors
+from tasks.training.learned_state import LearnedState
 from tasks.training.metrics import batch_metrics
-from tasks.training.model import load_policy, policy_tensors
 from tasks.training.normalisers import build_normaliser
 from tasks.training.objective import Objective
-from tasks.training.optimizer import build_optimizer
-from tasks.training.packing import MicroBatch
+from tasks.training.optimizer import set_learning_rate
 from tasks.training.prepared import PreparedRows, TrainableRows, prepare_rows
-from tasks.training.ranks import OneRank, Ranks
-from tasks.training.reference import AdapterOff, FrozenCopy, Reference
+from tasks.training.ranks import OneRank, Ranks, check_same_batch
+from tasks.training.reference import build_reference
 from tasks.training.row import TrainingRow
 from tasks.training.schedule import learning_rate_at
-from tasks.training.sharding import shard, whole
 from tasks.training.steps import StepsReport, UpdateSteps
 from tasks.training.streamed import StreamedUpdate
 from tasks.training.streamed_steps import StreamedSteps
 from tasks.training.token_reads import read_sampled_tokens
+from tasks.training.update_report import UpdateReport
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    version: int
-    """The version that the learner holds now."""
-    metrics: dict[str, Any]
-    """Flat names to finite numbers, and ``notes``, when there is something to say, to a list of sentences."""
-    optimizer_steps: int
-    """Steps of this update; 0 when it was skipped."""
-    skipped: str | None = None
-    """Why no step was taken; None when one was."""
 
 
 class Learner:
@@ -89,7 +70,6 @@ class Learner:
         self.device = device
         self.ranks: Ranks = ranks or OneRank()
         self.total_updates = total_updates
-        self.model_directory = Path(model_directory)
         self.version = 0
         self.optimizer_step = 0
         self.skipped_updates = 0
@@ -99,17 +79,13 @@ class Learner:
         self.algorithms = Algorithms(config)
         self._loss = Objective(self.algorithms)
         self._normalise = build_normaliser(config)
-        self.model = load_policy(model_directory, config.layout, device)
-        self.base = None
-        if config.lora is not None:
-            self.base = weights_digest(model_directory)
-            add_adapter(self.model, config.lora, seed)
+        self._state = LearnedState(model_directory, config, seed=seed, device=device, ranks=self.ranks)
+        self.model, self.base = self._state.model, self._state.base
+        self._forward, self._optimizer, self._critic = self._state.forward, self._state.optimizer, self._state.critic
         self._vocabulary_size = int(self.model.config.get_text_config().vocab_size)
-        self._forward = self._sharded_forward(self.model, config.gradient_checkpointing)
-        self._reference = self._build_reference() if self._loss.needs_reference else None
-        self._optimizer = build_optimizer(list(self._parameters().values()), config.optimizer)
-        width = int(self.model.config.get_text_config().hidden_size)
-        self._critic = None if config.critic is None else Critic(width, config.critic, device)
+        self._reference = None
+        if self._loss.needs_reference:
+            self._reference = build_reference(self._forward, model_directory, config, device=device, ranks=self.ranks)
 
     @property
     def needs_components(self) -> bool:
@@ -143,18 +119,15 @@ class Learner:
         self._check_rows(rows, version)
         streamed = self._take_streamed(rows, version, max_staleness)
         before = None if streamed is None else streamed.done()
-        if streamed is None:
-            prepared = self._prepare(rows, version, max_staleness)
-        else:
-            prepared = streamed.completed(rows)
-        families = num_families or len(prepared.families)
+        prepared = self._prepare(rows, version, max_staleness) if streamed is None else streamed.completed(rows)
         metrics = batch_metrics(prepared.rows, prepared.advantages, prepared.masks, version)
-        trainable = prepared.trainable(families)
+        trainable = prepared.trainable(num_families or len(prepared.families))
         notes: list[str] = []
         skipped = None
         steps_taken = 0
         if trainable.sequences:
-            metrics["learning_rate"] = self._set_learning_rate(version)
+            metrics["learning_rate"] = learning_rate_at(version, self.config.optimizer, self.total_updates)
+            set_learning_rate(self._optimizer, metrics["learning_rate"])
             report = self._take_steps(trainable, version, streamed)
             metrics |= report.metrics
             steps_taken = report.optimizer_steps
@@ -209,7 +182,7 @@ class Learner:
                 self._streamed = StreamedUpdate(
                     version,
                     max_staleness,
-                    lambda rows: self._prepare(rows, version, max_staleness),
+                    partial(self._prepare, version=version, max_staleness=max_staleness),
                     StreamedSteps(**self._for_steps()),
                 )
             self._streamed.add(rows)
@@ -233,18 +206,19 @@ class Learner:
     def _check_rows(self, rows: Sequence[TrainingRow], version: int) -> None:
         for row in rows:
             row.validate(version=version, vocabulary_size=self._vocabulary_size)
-        self._agree(rows, version)
+        check_same_batch(self.ranks, rows, version)
 
     def _prepare(self, rows: Sequence[TrainingRow], version: int, max_staleness: int | None) -> PreparedRows:
-        reference, critic = self._reference, self._critic
+        reference, critic, forward = self._reference, self._critic, self._forward
+        read = partial(read_sampled_tokens, rows, config=self.config, device=self.device, ranks=self.ranks)
         return prepare_rows(
             rows,
             version,
             max_staleness,
             self.config.truncated_rows,
             self.algorithms,
-            values_RT=None if critic is None else self._read_values(rows, critic),
-            reference_RT=None if reference is None else self._read_sampled(rows, reference.logprobs),
+            values_RT=None if critic is None else read(lambda batch: critic.values(forward.tokens(batch).hidden_ND)),
+            reference_RT=None if reference is None else read(reference.logprobs),
         )
 
     def _take_streamed(
@@ -260,52 +234,22 @@ class Learner:
     @property
     def adapter(self) -> AdapterEntry | None:
         """Of the adapter that versions hold; None: they hold the whole policy."""
-        lora = self.config.lora
-        if lora is None or lora.publish == "merged":
-            return None
-        assert self.base is not None, "LoRA has a base"
-        return adapter_entry(lora, self.base)
+        return self._state.adapter
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of what a version holds, on the CPU, by name, contiguous: the adapter by PEFT's names, or the whole
-        policy, a tied head left out, an adapter merged. Every rank takes part; the first one gets them, the others
-        nothing."""
-        tensors = policy_tensors(self.model)
-        lora = self.config.lora
-        if lora is None:
-            published = ((name, whole(each)) for name, each in tensors.items())
-        else:
-            published = adapter_tensors(tensors) if self.adapter else merged_tensors(tensors, lora)
-        copies: dict[str, torch.Tensor] = {}
-        for name, tensor in published:
-            if self.ranks.rank == 0:
-                copies[name] = tensor.detach().cpu().clone().contiguous()
-        return copies
+        """Copies of what a version holds (`LearnedState.tensors`); nothing on ranks other than the first."""
+        return self._state.tensors()
 
     def files(self, base: str | None = None) -> dict[str, bytes]:
-        """Configuration and tokenizer files that make a published version loadable by itself. With ``base``, where the
-        base lies: the configuration of the adapter, which makes it loadable beside that."""
-        if base is None:
-            return policy_files(self.model_directory)
-        assert self.config.lora is not None, "only an adapter has a base"
-        return adapter_files(self.config.lora, base)
+        """What makes a version loadable, by itself or beside its ``base`` (`LearnedState.files`)."""
+        return self._state.files(base)
 
     def save(self, store: ObjectStore, prefix: str) -> None:
         """Write a checkpoint under ``prefix``; complete once ``state.json`` lies there."""
         counters = LearnerCounters(
             self.seed, self.version, self.optimizer_step, self.skipped_updates, self.skipped_steps
         )
-        save_checkpoint(
-            store,
-            prefix,
-            self._learned(),
-            self._parameters(),
-            self._optimizer,
-            counters,
-            base=self.base,
-            more={} if self._critic is None else {CRITIC_FILE: self._critic.tensors()},
-            writes=self.ranks.rank == 0,
-        )
+        self._state.save(store, prefix, counters)
 
     def restore(self, store: ObjectStore, prefix: str) -> None:
         """Go on from a checkpoint: the next update is bitwise the one that would have followed it.
@@ -314,76 +258,12 @@ class Learner:
             KeyError: there is no complete checkpoint.
             ValueError: it is damaged, of another model, or of a run with another seed (nothing has changed then).
         """
-        critic = None if self._critic is None else read_critic(store, prefix)
-        counters = restore_checkpoint(
-            store, prefix, self._learned(), self._parameters(), self._optimizer, seed=self.seed, base=self.base
-        )
-        if self._critic is not None and critic is not None:
-            self._critic.load(critic)
+        counters = self._state.restore(store, prefix)
         self.version = counters.version
         self.optimizer_step = counters.optimizer_step
         self.skipped_updates = counters.skipped_updates
         self.skipped_steps = counters.skipped_steps
         self._failure = self._streamed = None
-
-    def _read_values(self, rows: Sequence[TrainingRow], critic: Critic) -> list[np.ndarray]:
-        return self._read_sampled(rows, lambda batch: critic.values(self._forward.tokens(batch).hidden_ND))
-
-    def _read_sampled(
-        self, rows: Sequence[TrainingRow], compute: Callable[[MicroBatch], torch.Tensor]
-    ) -> list[np.ndarray]:
-        return read_sampled_tokens(rows, compute, self.config, self.device, self.ranks)
-
-    def _sharded_forward(self, model: PreTrainedModel, recompute_layers: bool = False) -> PolicyForward:
-        forward = PolicyForward(
-            model,
-            self.config.max_logits_per_chunk,
-            precision=self.config.precision,
-            recompute_layers=recompute_layers,
-        )
-        shard(forward, self.ranks)
-        return forward
-
-    def _build_reference(self) -> Reference:
-        directory = self.config.reference.model_directory if self.config.reference else None
-        if directory is None and self.config.lora is not None:
-            return AdapterOff(self._forward)
-        if directory is not None and not Path(directory).is_dir():
-            raise ValueError(
-                f"training.reference.model_directory is {directory!r}, and there is no such folder where the learner "
-                "runs; give the folder of a model, or leave it out for the policy that the run starts from"
-            )
-        model = load_policy(directory or self.model_directory, self.config.layout, self.device)
-        if (size := int(model.config.get_text_config().vocab_size)) != self._vocabulary_size:
-            raise ValueError(
-                f"training.reference.model_directory is {directory!r}, whose vocabulary holds {size} tokens, the "
-                f"policy's {self._vocabulary_size}; give a model with the policy's tokenizer"
-            )
-        return FrozenCopy(self._sharded_forward(model))
-
-    def _agree(self, rows: Sequence[TrainingRow], version: int) -> None:
-        """Ranks that hold different batches would add up gradients of different losses."""
-        if self.ranks.size == 1:
-            return
-        digest = hashlib.sha256(repr([(row.trajectory_id, row.reward) for row in rows]).encode()).hexdigest()
-        digests = self.ranks.gather(digest)
-        if len(set(digests)) > 1:
-            raise ValueError(f"update {version}: the learner's ranks read different batches (digests {digests})")
-
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        """What the optimizer moves, by name."""
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-
-    def _learned(self) -> dict[str, torch.Tensor]:
-        """What an update changes, by name: all of the policy, or its adapter."""
-        tensors = policy_tensors(self.model)
-        return tensors if self.config.lora is None else {name: tensors[name] for name in self._parameters()}
-
-    def _set_learning_rate(self, version: int) -> float:
-        learning_rate = learning_rate_at(version, self.config.optimizer, self.total_updates)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        return learning_rate
 
     def _for_steps(self) -> dict[str, Any]:
         return {

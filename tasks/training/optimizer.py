@@ -24,3 +24,9 @@ def build_optimizer(parameters: Sequence[torch.nn.Parameter], config: OptimizerC
         eps=config.adam_epsilon,
         fused=True,
     )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Of all parameters, from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

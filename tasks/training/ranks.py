@@ -12,7 +12,9 @@ on a CPU, nccl on GPUs), which meets at a TCP store that the first rank hosts. B
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from resources.failures import InfrastructureFailure
+from tasks.training.row import TrainingRow
 
 
 class Ranks(Protocol):
@@ -155,3 +158,16 @@ class ProcessRanks:
             self._left = True
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def check_same_batch(ranks: Ranks, rows: Sequence[TrainingRow], version: int) -> None:
+    """A collective. Ranks that hold different batches would add up gradients of different losses.
+
+    Raises ValueError, on every rank, when they do.
+    """
+    if ranks.size == 1:
+        return
+    digest = hashlib.sha256(repr([(row.trajectory_id, row.reward) for row in rows]).encode()).hexdigest()
+    digests = ranks.gather(digest)
+    if len(set(digests)) > 1:
+        raise ValueError(f"update {version}: the learner's ranks read different batches (digests {digests})")

@@ -6,17 +6,22 @@ Its log-probabilities are computed once an update, without gradient, and only fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from tasks.training.algorithms import Algorithms
+from tasks.training.config import TrainingConfig
 from tasks.training.forward import PolicyForward
 from tasks.training.lora import adapter_off
 from tasks.training.losses.reference_kl import reference_kl
+from tasks.training.model import load_policy
 from tasks.training.packing import MicroBatch
+from tasks.training.ranks import Ranks
 from tasks.training.row import TrainingRow
+from tasks.training.sharding import sharded_forward
 
 
 class Reference(Protocol):
@@ -45,6 +50,36 @@ class AdapterOff:
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad(), adapter_off(self._forward.model):
             return self._forward.logprobs(batch)[0]
+
+
+def build_reference(
+    policy: PolicyForward, model_directory: str | Path, config: TrainingConfig, *, device: str, ranks: Ranks
+) -> Reference:
+    """The reference that ``training.reference`` names, or the policy that the run starts from.
+
+    Args:
+        policy: what is trained; its base is the reference of a LoRA run that names no other.
+        model_directory: of the policy that the run starts from.
+
+    Raises:
+        ValueError: there is no such folder, or its model has another vocabulary.
+    """
+    directory = config.reference.model_directory if config.reference else None
+    if directory is None and config.lora is not None:
+        return AdapterOff(policy)
+    if directory is not None and not Path(directory).is_dir():
+        raise ValueError(
+            f"training.reference.model_directory is {directory!r}, and there is no such folder where the learner "
+            "runs; give the folder of a model, or leave it out for the policy that the run starts from"
+        )
+    model = load_policy(directory or model_directory, config.layout, device)
+    expected = int(policy.model.config.get_text_config().vocab_size)
+    if (size := int(model.config.get_text_config().vocab_size)) != expected:
+        raise ValueError(
+            f"training.reference.model_directory is {directory!r}, whose vocabulary holds {size} tokens, the "
+            f"policy's {expected}; give a model with the policy's tokenizer"
+        )
+    return FrozenCopy(sharded_forward(model, config, ranks))
 
 
 def reward_penalties(

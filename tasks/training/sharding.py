@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
+from tasks.training.config import TrainingConfig
 from tasks.training.forward import PolicyForward
 from tasks.training.ranks import Ranks
 
@@ -33,6 +35,17 @@ def shard(forward: PolicyForward, ranks: Ranks) -> None:
             module.set_gradient_divide_factor(1.0)
             # Without this a factor other than the number of ranks becomes an operation that gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_forward(
+    model: PreTrainedModel, config: TrainingConfig, ranks: Ranks, *, recompute_layers: bool = False
+) -> PolicyForward:
+    """The configured forward pass of a model, sharded over the ranks (see `shard`)."""
+    forward = PolicyForward(
+        model, config.max_logits_per_chunk, precision=config.precision, recompute_layers=recompute_layers
+    )
+    shard(forward, ranks)
+    return forward
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from resources.object_store import ObjectStore
 from resources.policy.tokenizer_only import tokenizer_files
 from tasks.training.config import TrainingConfig
-from tasks.training.learner import UpdateReport
 from tasks.training.row import TrainingRow
+from tasks.training.update_report import UpdateReport
 
 if TYPE_CHECKING:
     import torch

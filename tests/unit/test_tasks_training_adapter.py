@@ -23,8 +23,10 @@ from resources.policy.directory import weights_digest
 from resources.runs import RunRef, checkpoint_prefix
 from resources.weights.store import WeightStore
 from tasks.training.config import LoraConfig
+from tasks.training.learner import Learner
 from tasks.training.rank import LearnerRank, LearnerSettings
 from tasks.training.row import TrainingRow
+from tasks.training.token_reads import read_sampled_tokens
 from tests.unit.test_tasks_training_learner import OPTIMIZER, make_batch
 from tests.unit.test_tasks_training_model import make_model_directory
 
@@ -85,7 +87,10 @@ def learner_logprobs(rank: LearnerRank, token_ids: list[int]) -> np.ndarray:
         }
     )
     learner = rank.learner
-    (values,) = learner._read_sampled([row], lambda batch: learner._forward.logprobs(batch)[0])  # pyright: ignore
+    assert isinstance(learner, Learner)
+    (values,) = read_sampled_tokens(
+        [row], lambda batch: learner._forward.logprobs(batch)[0], learner.config, learner.device
+    )
     return values[mask]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from resources.object_store import ObjectStore
 from tasks.training.config import LoraConfig
+from tasks.training.token_reads import read_sampled_tokens
 from tests.unit.test_tasks_training_learner import make_batch, make_learner, own_logprobs
 from tests.unit.test_tasks_training_model import make_model_directory
 
@@ -28,7 +29,9 @@ def test_published_weights_give_the_learners_own_logprobs(directory: Path) -> No
         assert torch.equal(tensor, start[name]), "an adapter starts as nothing"
     learner.update(make_batch(0), 0)
     rows = make_batch(1)
-    values = learner._read_sampled(rows, lambda batch: learner._forward.logprobs(batch)[0])
+    values = read_sampled_tokens(
+        rows, lambda batch: learner._forward.logprobs(batch)[0], learner.config, learner.device
+    )
     means = [float(value[row.loss_mask].mean()) for value, row in zip(values, rows, strict=True)]
     np.testing.assert_allclose(own_logprobs(directory, learner, rows), means, atol=1e-4)
     moved = {name for name, tensor in learner.tensors().items() if not torch.equal(tensor, start[name])}

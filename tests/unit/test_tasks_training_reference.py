@@ -12,6 +12,7 @@ import torch
 from tasks.training.algorithm_config import KLConfig
 from tasks.training.config import LoraConfig, ReferenceConfig
 from tasks.training.learner import Learner
+from tasks.training.token_reads import read_sampled_tokens
 from tests.unit.test_tasks_training_learner import make_batch, make_learner
 from tests.unit.test_tasks_training_model import make_model_directory
 
@@ -26,7 +27,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_reference(learner: Learner) -> np.ndarray:
     assert learner._reference is not None
-    return np.concatenate(learner._read_sampled(make_batch(0), learner._reference.logprobs))
+    logprobs = learner._reference.logprobs
+    return np.concatenate(read_sampled_tokens(make_batch(0), logprobs, learner.config, learner.device))
 
 
 def test_a_copy_and_the_policy_without_its_adapter_are_one_reference(directory: Path) -> None:

@@ -31,6 +31,7 @@ from tasks.training.config import AdvantageConfig, TrainingConfig
 from tasks.training.learner import Learner
 from tasks.training.row import TrainingRow
 from tasks.training.rows import training_rows
+from tasks.training.token_reads import read_sampled_tokens
 from tests.model_directories import PublishedVersions
 
 NUM_TURNS = 4
@@ -176,7 +177,9 @@ def test_a_row_is_what_the_engine_read_before_each_of_its_actions(played: Played
 
 def test_the_learner_computes_the_logprobs_that_the_engine_gave(played: Played) -> None:
     learner = Learner(played.directory, TrainingConfig(), seed=0)
-    read = learner._read_sampled(played.rows, lambda batch: learner._forward.logprobs(batch)[0])
+    read = read_sampled_tokens(
+        played.rows, lambda batch: learner._forward.logprobs(batch)[0], learner.config, learner.device
+    )
     for row, logprobs in zip(played.rows, read, strict=True):
         assert row.temperature == TEMPERATURE
         np.testing.assert_allclose(logprobs[row.loss_mask], row.behaviour_logprobs[row.loss_mask], atol=1e-4)
