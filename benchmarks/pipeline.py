@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12, help="measured iterations of each workload and pipeline")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs to a score")
     parser.add_argument("--score", type=float, default=0.8, help="mean success over families, trailing mean of three")
-    parser.add_argument("--latency", type=float, default=0.2, help="mean seconds of an environment step, for the score")
+    parser.add_argument("--latency", type=float, default=0.5, help="mean seconds of an environment step, for the score")
     parser.add_argument("--max-iterations", type=int, default=30, help="of a run to a score")
     parser.add_argument("--name", default="pipeline", help="of the results file")
     options = parser.parse_args()

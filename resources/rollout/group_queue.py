@@ -180,12 +180,12 @@ class GroupQueue:
                 raise DeadlineExceeded(
                     f"batch {version} is not complete after {now - start:.0f} s: {self._events.missing()}"
                 )
+            if quiet >= self._config.stall_after_s and not stalled:
+                self._events.log(f"batch {version}: nothing was scored for {quiet:.0f} s: {self._events.missing()}")
             if quiet >= self._config.stall_limit_s:
                 raise DeadlineExceeded(
                     f"batch {version}: nothing was scored for {quiet:.0f} s: {self._events.missing()}"
                 )
-            if quiet >= self._config.stall_after_s and not stalled:
-                self._events.log(f"batch {version}: nothing was scored for {quiet:.0f} s: {self._events.missing()}")
             stalled = quiet >= self._config.stall_after_s
             await _happens(changed, min(start + collect_timeout_s - now, self._config.stall_after_s, 1.0))
 

@@ -117,7 +117,7 @@ def test_each_token_is_weighed_by_the_version_that_sampled_it(directory: Path, c
     )
     model = load_policy(directory, "packed", "cpu")
     steps = steps_over(rows, model, token_mean, **settings)
-    steps.prepare_corrections()
+    steps.passes.prepare_corrections()
     _, loss, _ = steps.accumulate_gradient(range(len(ids)), at_start=True)
     assert loss == pytest.approx(float(total.detach()), rel=1e-5)
     assert float((gradient_of(model).double() - expected).abs().max()) < 1e-6
