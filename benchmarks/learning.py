@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from benchmarks.record import HeadlineNumber, record
 from benchmarks.staleness_cost import compare_with_synchronous, lag_shares, staleness_headline
-from benchmarks.training_run import QUICKSTART, train_in_process
+from benchmarks.training_run import QUICKSTART, iteration_period_s, train_in_process
 from flows.config import load_run_file
 from resources.environments.transcripts import policy_rate
 from tasks.training.config import TrainingConfig
@@ -83,7 +83,7 @@ def _run(seed: int, max_staleness: int, extra: dict[str, str]) -> dict[str, Any]
         "iterations": summary["num_iterations"],
         "mean_lag": statistics.mean(lags),
         **lag_shares(summary["rows"], max_staleness),
-        "iteration_s": statistics.median(row["time/iteration_s"] for row in summary["rows"]),
+        "iteration_s": iteration_period_s(summary["rows"]),
         "trajectories": summary["num_trajectories"],
         "wall_s": summary["wall_s"],
         "run_id": summary["run_id"],

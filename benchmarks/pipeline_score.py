@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.pipeline_workloads import PIPELINES
 from benchmarks.record import HeadlineNumber, headline_number
 from benchmarks.slow_environments import SLOW
-from benchmarks.training_run import QUICKSTART, train_in_process
+from benchmarks.training_run import QUICKSTART, iteration_period_s, train_in_process
 from flows.config import load_run_file
 
 WINDOW = 3
@@ -55,7 +55,7 @@ def time_to_score(seeds: Sequence[int], score: float, *, latency_s: float, max_i
                     "seed": seed,
                     "score": score,
                     "time_to_score_s": reached,
-                    "iteration_s": statistics.median(row["time/iteration_s"] for row in summary["rows"]),
+                    "iteration_s": iteration_period_s(summary["rows"]),
                     "last_success": trailing_success(summary["rows"], list(config.families))[-1],
                     "run_id": summary["run_id"],
                 }

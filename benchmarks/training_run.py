@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import median
 from flows.config import RunConfig
 from resources.object_store import ObjectStore
 
@@ -30,3 +33,10 @@ def train_in_process(overrides: dict[str, Any], run_file: Path = QUICKSTART) -> 
     folder = store.sub(f"runs/{store.get_json('latest_run.json')['run_id']}")
     rows = [folder.get_json(key) for key in folder.list("metrics/")]
     return {**folder.get_json("summary.json"), "rows": rows}
+
+
+def iteration_period_s(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Median seconds from one iteration's record to the next one's, of a run's metrics rows (two at least): what an
+    iteration takes, whether iterations overlap or not."""
+    recorded = [row["recorded_at"] for row in rows]
+    return median([after - before for before, after in pairwise(recorded)])

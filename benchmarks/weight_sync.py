@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.record import HeadlineNumber, headline_number, record
-from benchmarks.training_run import train_in_process
+from benchmarks.training_run import iteration_period_s, train_in_process
 from resources.policy.tokenizer import train_tokenizer
 
 SCALE = 10.0
@@ -128,7 +128,7 @@ def transfers(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     exposed = sum(row["weights/exposed_s"] for row in settled)
     hidden = sum(row["weights/total_s"] - row["weights/load_s"] for row in settled)
     return {
-        "iteration s": sum(row["time/iteration_s"] for row in settled) / len(settled),
+        "iteration s": iteration_period_s(settled),
         "total s": (exposed + hidden) / len(settled),
         "exposed s": exposed / len(settled),
         "engine load s": sum(row["weights/load_s"] for row in settled) / len(settled),

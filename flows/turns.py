@@ -29,17 +29,25 @@ JOIN_S = 5.0
 """Longest wait for iterations that are under way when a run is given up; their stages fail as the cluster goes."""
 
 
-class Turn:
-    """One iteration's place among those that run at once."""
+class Laps:
+    """When an iteration of the run last came to its record stage, in seconds of `time.time`; 0: none has."""
 
-    def __init__(self, version: int, previous: Turn | None = None) -> None:
+    def __init__(self) -> None:
+        self.last_at = 0.0
+
+
+class Turn:
+    """One iteration's place among those that run at once, and behind those that ran."""
+
+    def __init__(self, version: int, previous: Turn | None = None, laps: Laps | None = None) -> None:
         self.version = version
         self.previous = previous
+        self._laps = laps or Laps()
         self.failure: BaseException | None = None
         self.row: dict[str, Any] | None = None
         self.learner_free_at = 0.0
         """When the iteration before had published, in seconds of `time.time`; known once it is waited for."""
-        self.published_at = self.lap_at = 0.0
+        self.published_at = 0.0
         self._collected, self._published, self._ended = threading.Event(), threading.Event(), threading.Event()
 
     def has_collected(self) -> None:
@@ -59,9 +67,9 @@ class Turn:
             event.set()
 
     def lap(self, started: float) -> float:
-        """Seconds since the iteration before called this, or since ``started`` when there is none."""
-        self.lap_at = time.time()
-        return self.lap_at - (self.previous.lap_at if self.previous is not None else started)
+        """Seconds since the run's iteration before called this, or since ``started`` when there is none."""
+        before, self._laps.last_at = self._laps.last_at or started, time.time()
+        return self._laps.last_at - before
 
     def wait_for_learner(self, timeout_s: float) -> None:
         """Until the iteration before has published. Raises as `wait_for_engines`."""
@@ -136,9 +144,15 @@ class Iterations:
             play: plays one iteration, given its version.
             timeout_s: longest wait for an iteration to collect, and for one to end, in seconds.
         """
+        laps = Laps()
         if not self._overlap:
             for version in versions:
-                yield play(version)
+                alone = _turn.set(Turn(version, laps=laps))
+                try:
+                    row = play(version)
+                finally:
+                    _turn.reset(alone)
+                yield row
             return
         begun: list[Turn] = []
         for version in versions:
@@ -148,7 +162,7 @@ class Iterations:
                 yield _row_of(begun.pop(0), timeout_s)
             if begun and begun[-1].failure is not None:
                 break
-            begun.append(self._begin(play, Turn(version, begun[-1] if begun else None)))
+            begun.append(self._begin(play, Turn(version, begun[-1] if begun else None, laps)))
         for turn in begun:
             yield _row_of(turn, timeout_s)
 

@@ -43,12 +43,13 @@ def test_a_row_counts_those_that_wait(tmp_path: Path, place: str) -> None:
 
 
 def test_a_transfer_is_hidden_or_exposed() -> None:
-    def iteration(exposed: float, load: float, total: float) -> dict[str, float]:
+    def iteration(recorded_at: float, exposed: float, load: float, total: float) -> dict[str, float]:
         weights = {"weights/exposed_s": exposed, "weights/load_s": load, "weights/total_s": total}
-        return {"time/iteration_s": 4.0, "weights/recomputed_tokens": 10, **weights}
+        return {"recorded_at": recorded_at, "weights/recomputed_tokens": 10, **weights}
 
-    cold = [iteration(9.0, 9.0, 9.0)] * weight_sync.COLD
-    found = weight_sync.transfers([*cold, iteration(0.1, 0.02, 0.92), iteration(0.1, 0.02, 0.92)])
+    cold = [iteration(0.0, 9.0, 9.0, 9.0)] * weight_sync.COLD
+    found = weight_sync.transfers([*cold, iteration(5.0, 0.1, 0.02, 0.92), iteration(9.0, 0.1, 0.02, 0.92)])
+    assert found["iteration s"] == 4.0
     assert found["total s"] == pytest.approx(1.0) and found["hidden share"] == pytest.approx(0.9)
 
 

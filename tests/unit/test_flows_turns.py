@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flows import turns
 from flows.turns import Iterations, Turn, turn_of
 from resources.failures import DeadlineExceeded, InfrastructureFailure
 
@@ -156,3 +159,20 @@ def test_one_at_a_time_without_overlap() -> None:
         assert [row["iteration"] for row in iterations.run(iteration, range(3), WAIT_S)] == [0, 1, 2]
     assert iteration.steps[:5] == ["collect 0", "update 0", "publish 0", "switch 0", "record 0"]
     assert iteration.steps[5] == "collect 1"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_laps_add_up_to_the_time_of_the_run(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iteration's time holds what lies between it and the one before; the first one's begins with it."""
+    now = iter([15.0, 23.0, 40.0])
+    monkeypatch.setattr(turns, "time", SimpleNamespace(time=lambda: next(now), monotonic=time.monotonic))
+
+    def play(version: int) -> dict[str, Any]:
+        turn = turn_of(version)
+        turn.has_collected()
+        turn.wait_for_engines(WAIT_S)
+        return {"lap": turn.lap(started=12.0)}
+
+    with Iterations(overlap) as iterations:
+        assert [row["lap"] for row in iterations.run(play, range(3), WAIT_S)] == [3.0, 8.0, 17.0]
+    assert turn_of(0) is not turn_of(0), "outside, nothing is left of the last turn"
