@@ -29,18 +29,19 @@ class DelayedCalculator(Calculator):
 
 
 class UnhurriedGuessNumber(GuessNumber):
-    """Its groups are the last of their batch. Who asks for actions, as the warm start does, need not wait."""
+    """Its groups are the last of their batch. A process that asks for its expert's actions, as the warm start does,
+    waits only once."""
 
-    _step_s = 2.0
+    _is_shown = False
 
     def expert_action(self):
-        self._step_s = 0.0
+        type(self)._is_shown = True
         return super().expert_action()
 
     def random_action(self, rng):
-        self._step_s = 0.0
+        type(self)._is_shown = True
         return super().random_action(rng)
 
-    async def step(self, action):
-        await asyncio.sleep(self._step_s)
-        return await super().step(action)
+    async def reset(self, seed):
+        await asyncio.sleep(0.0 if self._is_shown else 2.0)
+        return await super().reset(seed)
