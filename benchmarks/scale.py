@@ -191,12 +191,12 @@ async def watch_lag(lags: list[float], period_s: float = 0.005) -> None:
 
 
 def num_turns(plane: SimulatedPlane) -> int:
-    return sum(len(manager._turns) for manager in plane.worker_loop._managers.values())
+    return sum(len(manager._record.turns) for manager in plane.worker_loop._managers.values())
 
 
 def token_bytes(plane: SimulatedPlane) -> int:
     """The four lists of every trajectory, as they lie in memory."""
-    records = [manager._tokens for manager in plane.worker_loop._managers.values()]
+    records = [manager._record.tokens for manager in plane.worker_loop._managers.values()]
     return sum(a.nbytes for r in records for a in (r._ids, r._mask, r._logprobs, r._versions))
 
 

@@ -27,7 +27,7 @@ from resources.rewards.queue import RewardQueue
 from resources.rewards.scorers import resolve_scorer
 from resources.rollout.config import RolloutConfig
 from resources.rollout.encoding_cache import EncodingCache
-from resources.rollout.env_manager import EpisodeServices
+from resources.rollout.episode_services import EpisodeServices
 from resources.rollout.group_queue import GroupQueue
 from resources.rollout.handover import Handover, ScoreSubmitter
 from resources.rollout.proxy import LLMProxy

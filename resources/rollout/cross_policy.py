@@ -9,11 +9,12 @@ docs/staleness.md argues what becomes of the staleness bound. Pure arithmetic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from resources.environments.seeds import turn_draw
+from resources.rollout.messages import Split
 
 Member = TypeVar("Member")
 
@@ -42,6 +43,16 @@ class CrossPolicyConfig(BaseModel):
         events, on no worker and on no other turn.
         """
         return turn_draw(sampling_seed, turn) < self.p_stale
+
+
+def drawn_policy(
+    config: CrossPolicyConfig | None, split: Split, sampling_seed: int, turn: int
+) -> Literal["current", "stale"]:
+    """The engines that turn number ``turn`` of the trajectory with this seed is meant for. Evaluation measures one
+    version, that of the current ones."""
+    if config is None or split != "train":
+        return "current"
+    return "stale" if config.is_stale_turn(sampling_seed, turn) else "current"
 
 
 def stale_members(config: CrossPolicyConfig | None, hardware_class: str, engines: Sequence[Member]) -> Sequence[Member]:

@@ -12,62 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from typing import Any, Literal
 
 from resources.engines.base import GenerateRequest, Generation, SamplingParams
 from resources.environments.base import Environment, Message, StepOutcome
 from resources.environments.family import FamilyConfig
 from resources.failures import EngineFailure, EnvironmentFailure, FailureClass, RollartError
-from resources.rollout.cross_policy import CrossPolicyConfig
-from resources.rollout.encoding_cache import EncodingCache
+from resources.rollout.cross_policy import drawn_policy
+from resources.rollout.episode_record import Ending, EpisodeRecord
+from resources.rollout.episode_services import EpisodeServices
+from resources.rollout.history import append_observation, append_opening
 from resources.rollout.messages import Assignment, PolicyCounts, Stage
-from resources.rollout.policy_record import PolicyRecord
-from resources.rollout.stepping import Stepping, TrajectoryStepping
-from resources.rollout.token_record import TokenRecord
-from resources.trajectories.trajectory import Termination, Trajectory, Turn
-
-
-class Generator(Protocol):
-    """What a trajectory needs of the proxy."""
-
-    async def generate(self, request: GenerateRequest, hardware_class: str) -> Generation: ...
-    def release(self, trajectory_id: str) -> None: ...
-    def engine_of(self, trajectory_id: str) -> str:
-        """Name of the engine that generates for it; empty while none does."""
-        ...
-
-
-@dataclass(frozen=True)
-class EpisodeServices:
-    """What the trajectories of one worker share."""
-
-    chat: EncodingCache
-    proxy: Generator
-    make_environment: Callable[[str, FamilyConfig], Environment]
-    """(family name, its configuration) -> a fresh environment whose calls end at their deadlines."""
-    context_length: int
-    """Tokens of a trajectory, at most."""
-    length_finish: str = "end_episode"
-    """See `RolloutConfig.length_finish`."""
-    history: str = "append"
-    """See `RolloutConfig.history`."""
-    stepping: Stepping = field(default_factory=TrajectoryStepping)
-    """Who takes a turn when; evaluation episodes never wait for others."""
-    cross_policy: CrossPolicyConfig | None = None
-    """Which turns of training trajectories are stale engines'; None: none."""
-    on_first_sampled: Callable[[str, int], None] = lambda trajectory_id, version: None
-    """The oldest version of a trajectory's sampled tokens, whenever it becomes known or sinks."""
-    log: Callable[[str], None] = lambda line: None
-    close_deadline_s: float = 10.0
-    unix_time: Callable[[], float] = time.time
-    clock: Callable[[], float] = time.monotonic
-    closing: set[asyncio.Task[None]] = field(default_factory=set)
-    """Environments that are being closed."""
+from resources.trajectories.trajectory import Termination, Trajectory
 
 
 class EnvManager:
@@ -82,29 +38,20 @@ class EnvManager:
         self.stage_since = services.clock()
         self._config, self._services = config, services
         self._environment: Environment | None = None
-        self._tokens = TokenRecord()
-        self._policies = PolicyRecord()
-        self._prompt_length = 0
-        self._turns: list[Turn] = []
-        self._messages: list[Message] = []
-        self._reward = 0.0
-        self._components: dict[str, float] = {}
-        self._success: bool | None = None
-        self._ending: tuple[Termination, bool] | None = None
+        self._record = EpisodeRecord(submitted_at=services.unix_time())
+        self._ending: Ending | None = None
         self._failure: RollartError | None = None
         self._cancelled_as: Termination | None = None
         self._handed_back = ""
         self._is_over = False
         self._task: asyncio.Task[Any] | None = None
-        self._submitted_at = self._started_at = services.unix_time()
-        self._reset_s = self._environment_s = self._generation_s = 0.0
 
     @property
     def waits_for(self) -> str:
         """What the trajectory waits for, for people."""
-        number = len(self._turns) + 1
+        number = len(self._record.turns) + 1
         match self.stage:
-            case "environment" if not self._prompt_length:
+            case "environment" if not self._record.prompt_length:
                 return f"reset of environment {self._config.environment!r}"
             case "environment":
                 return f"step {number - 1} of environment {self._config.environment!r}"
@@ -118,12 +65,12 @@ class EnvManager:
 
     @property
     def reward_so_far(self) -> float:
-        return self._reward
+        return self._record.reward
 
     @property
     def policy_counts(self) -> PolicyCounts:
         """Which policies sampled it so far."""
-        return self._policies.counts()
+        return self._record.policies.counts()
 
     def cancel(self, termination: Termination) -> None:
         """Stop at once: environment closed, engine slot freed. No-op when the episode is over."""
@@ -160,25 +107,24 @@ class EnvManager:
     # -- the episode -------------------------------------------------------------------------------------------------
 
     async def _play_turns(self) -> None:
+        assignment, services, record = self.assignment, self._services, self._record
         environment = self._open_environment()
-        start = self._services.clock()
-        messages = await environment.reset(self.assignment.seed_env)
-        self._reset_s = self._services.clock() - start
-        self._messages = list(messages)
-        self._append_context(self._services.chat.opening, messages)
-        self._prompt_length = self._tokens.num_tokens
+        start = services.clock()
+        messages = await environment.reset(assignment.seed_env)
+        record.reset_s = services.clock() - start
+        append_opening(services.chat, assignment.family, record, messages)
         for _ in range(environment.max_turns):
-            observation_start = self._turns[-1].action_end if self._turns else 0
-            room = self._services.context_length - len(self._tokens.sequence)
+            room = services.context_length - len(record.tokens.sequence)
             if room <= 0:  # the prompt, or the last observation, left no room for an answer
                 await self._end("max_tokens", truncated=True)
                 return
-            generation = await self._generate(min(self._config.max_new_tokens, room))
-            turn = self._append_action(observation_start, generation)
+            drawn = drawn_policy(services.cross_policy, assignment.split, assignment.seed_sampling, len(record.turns))
+            generation = await self._generate(drawn, min(self._config.max_new_tokens, room))
+            self._append_action(drawn, generation)
             if self._is_cut(generation):
                 await self._end("max_tokens", truncated=True)
                 return
-            outcome = await self._step(environment, turn)
+            outcome = await self._step(environment)
             if outcome.terminated:
                 await self._end("terminated", truncated=False)
                 return
@@ -186,7 +132,7 @@ class EnvManager:
                 await self._end("max_turns", truncated=True)
                 return
             last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
-            self._append_observation(outcome.observation, last)
+            append_observation(services.chat, assignment.family, services.history, record, outcome.observation, last)
         await self._end("max_turns", truncated=True)
 
     def _open_environment(self) -> Environment:
@@ -198,34 +144,12 @@ class EnvManager:
             ) from error
         return self._environment
 
-    def _append_context(self, encode: Callable[..., np.ndarray], *what: Any) -> None:
-        try:
-            token_ids = encode(*what)
-        except ValueError as error:  # the template refuses what the environment said
-            raise EnvironmentFailure(f"{self.assignment.family}: {error}") from error
-        self._tokens.append_context(token_ids)
-
-    def _append_observation(self, observation: list[Message], last_token_id: int | None) -> None:
-        chat = self._services.chat
-        if self._services.history == "append":
-            self._append_context(chat.continuation, observation, last_token_id)
-            return
-        try:
-            rest = chat.extension(self._messages, self._tokens.sequence)
-            begins_anew = rest is None
-            rest = chat.whole(self._messages) if rest is None else rest
-        except ValueError as error:  # the template refuses the conversation
-            raise EnvironmentFailure(f"{self.assignment.family}: {error}") from error
-        if begins_anew:
-            self._tokens.begin_sequence()
-        self._tokens.append_context(rest)
-
-    async def _generate(self, max_new_tokens: int) -> Generation:
-        assignment, config, policy = self.assignment, self._config, self._draw_policy()
+    async def _generate(self, drawn: Literal["current", "stale"], max_new_tokens: int) -> Generation:
+        assignment, config, tokens = self.assignment, self._config, self._record.tokens
         request = GenerateRequest(
-            request_id=f"{assignment.trajectory_id}:{len(self._turns)}",
+            request_id=f"{assignment.trajectory_id}:{len(self._record.turns)}",
             trajectory_id=assignment.trajectory_id,
-            token_ids=self._tokens.sequence,
+            token_ids=tokens.sequence,
             sampling=SamplingParams(
                 temperature=config.temperature,
                 top_p=config.top_p,
@@ -234,14 +158,14 @@ class EnvManager:
                 stop_token_ids=self._services.chat.stop_token_ids,
                 greedy=assignment.greedy,
             ),
-            seed=self._tokens.sampling_seed(assignment.seed_sampling),
-            policy=policy,
+            seed=tokens.sampling_seed(assignment.seed_sampling),
+            policy=drawn,
         )
         self._enter("others")
         await self._services.stepping.may_generate(assignment.trajectory_id)
         start = self._enter("engine")
         generation = await self._services.proxy.generate(request, config.hardware_class)
-        self._generation_s += self._enter("environment") - start
+        self._record.generation_s += self._enter("environment") - start
         if len(generation.token_ids) > max_new_tokens:
             raise EngineFailure(
                 f"engine {generation.engine} gave {len(generation.token_ids)} tokens where {max_new_tokens} "
@@ -249,39 +173,12 @@ class EnvManager:
             )
         return generation
 
-    def _draw_policy(self) -> Literal["current", "stale"]:
-        """Whose turn it is: evaluation measures one version, that of the current engines."""
-        cross_policy, assignment = self._services.cross_policy, self.assignment
-        if cross_policy is None or assignment.split != "train":
-            return "current"
-        return "stale" if cross_policy.is_stale_turn(assignment.seed_sampling, len(self._turns)) else "current"
-
-    def _append_action(self, observation_start: int, generation: Generation) -> Turn:
-        action_start = self._tokens.num_tokens
-        self._tokens.append_sampled(generation)
-        before = self._turns[-1] if self._turns else None
-        # The engine before has the KV of all but the last token that it sampled, if that is of the sequence under way.
-        sequence_start = self._tokens.sequence_starts[-1] if self._tokens.sequence_starts else 0
-        num_held = 0 if before is None else max(0, before.action_end - 1 - sequence_start)
-        oldest_version = self._policies.note(self._draw_policy(), generation, before, num_held)
+    def _append_action(self, drawn: Literal["current", "stale"], generation: Generation) -> None:
+        oldest_version = self._record.append_action(drawn, generation)
         if oldest_version is not None:
             self._services.on_first_sampled(self.assignment.trajectory_id, oldest_version)
-        turn = Turn(
-            observation_start=observation_start,
-            action_start=action_start,
-            action_end=self._tokens.num_tokens,
-            engine=generation.engine,
-            hardware_class=generation.hardware_class,
-            finish_reason=generation.finish_reason,
-            cached_tokens=generation.cached_tokens,
-            queue_s=generation.queue_s,
-            prefill_s=generation.prefill_s,
-            decode_s=generation.decode_s,
-        )
-        self._turns.append(turn)
         action = self._services.chat.decode_action(generation.token_ids)
-        self._messages.append(Message(role="assistant", content=action))
-        return turn
+        self._record.messages.append(Message(role="assistant", content=action))
 
     def _is_cut(self, generation: Generation) -> bool:
         """Whether the episode ends because this answer was cut short."""
@@ -290,31 +187,21 @@ class EnvManager:
         if generation.finish_reason != "length":
             return False
         return self._services.length_finish == "end_episode" or (
-            len(self._tokens.sequence) >= self._services.context_length
+            len(self._record.tokens.sequence) >= self._services.context_length
         )
 
-    async def _step(self, environment: Environment, turn: Turn) -> StepOutcome:
+    async def _step(self, environment: Environment) -> StepOutcome:
         self._enter("others")
         await self._services.stepping.may_step(self.assignment.trajectory_id)
         start = self._enter("environment")
-        outcome = await environment.step(self._messages[-1]["content"])
-        turn.environment_s = self._services.clock() - start
-        self._environment_s += turn.environment_s
-        turn.reward, turn.tool_name, turn.invalid_action = outcome.reward, outcome.tool_name, outcome.invalid_action
-        self._reward += outcome.reward
-        for name, value in outcome.components.items():
-            self._components[name] = self._components.get(name, 0.0) + value
-        if outcome.success is not None:
-            self._success = outcome.success
-        if outcome.tool_calls:
-            self._messages[-1]["tool_calls"] = outcome.tool_calls
-        self._messages += outcome.observation
+        outcome = await environment.step(self._record.messages[-1]["content"])
+        self._record.append_outcome(outcome, self._services.clock() - start)
         return outcome
 
     async def _end(self, termination: Termination, *, truncated: bool) -> None:
-        self._ending = (termination, truncated)
-        if self._success is None and truncated:
-            self._success = False
+        self._ending = Ending(termination, truncated)
+        if self._record.success is None and truncated:
+            self._record.success = False
         assert self._environment is not None
         try:
             judgement: Any = self._environment.judgement()
@@ -326,7 +213,10 @@ class EnvManager:
                 f"{self.assignment.family}: judgement raised {type(error).__name__}: {error}"
             ) from error
         if self.judgement is not None:
-            self.judgement = {"num_invalid_actions": sum(turn.invalid_action for turn in self._turns), **self.judgement}
+            self.judgement = {
+                "num_invalid_actions": sum(turn.invalid_action for turn in self._record.turns),
+                **self.judgement,
+            }
 
     def _let_go(self) -> None:
         """Free the engine's memory of this trajectory, and close the environment beside: nobody waits for it."""
@@ -355,62 +245,23 @@ class EnvManager:
     # -- the row -----------------------------------------------------------------------------------------------------
 
     def _as_trajectory(self) -> Trajectory:
-        assignment, config, tokens = self.assignment, self._config, self._tokens
-        termination, truncated, failure, message = self._outcome()
-        if failure is not None and self._turns:
-            self._turns[-1].error = message
-        return Trajectory(
-            run_id=assignment.run_id,
-            trajectory_id=assignment.trajectory_id,
-            rollout_id=assignment.trajectory_id,
-            attempt=assignment.attempt,
-            family=assignment.family,
-            env_id=config.environment,
+        return self._record.as_trajectory(
+            self.assignment,
+            self._config,
+            self._services.chat,
+            self._how_it_ended(),
             env_version=self._environment.env_version if self._environment is not None else "",
-            group_id=assignment.group_id,
-            member=assignment.member,
-            group_size=assignment.group_size,
-            seed_env=assignment.seed_env,
-            seed_sampling=assignment.seed_sampling,
-            split=assignment.split,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            tokenizer_hash=self._services.chat.tokenizer_hash,
-            template_hash=self._services.chat.template_hash,
-            token_ids=tokens.token_ids,
-            loss_mask=tokens.loss_mask,
-            behaviour_logprobs=tokens.logprobs,
-            token_versions=tokens.versions,
-            prompt_length=self._prompt_length,
-            turns=self._turns,
-            reward=None if failure is not None else self._reward,
-            reward_components=self._components,
-            success=self._success if failure is None else None,
-            termination=termination,
-            truncated=truncated,
-            failure_class=failure,
-            failure_message=message,
-            messages=self._messages,
-            final_state=next((m["content"] for m in reversed(self._messages) if m["role"] != "assistant"), ""),
-            submitted_at=self._submitted_at,
-            started_at=self._started_at,
             finished_at=self._services.unix_time(),
-            reset_s=self._reset_s,
-            environment_s=self._environment_s,
-            generation_s=self._generation_s,
-            sequence_starts=tokens.sequence_starts,
         )
 
-    def _outcome(self) -> tuple[Termination, bool, FailureClass | None, str]:
-        """(termination, truncated, failure class, message)"""
+    def _how_it_ended(self) -> Ending:
         if self._failure is not None:
             cause: Termination = "env_error" if isinstance(self._failure, EnvironmentFailure) else "engine_error"
-            return cause, False, self._failure.failure_class, str(self._failure)
+            return Ending(cause, False, self._failure.failure_class, str(self._failure))
         if self._ending is not None:
-            return *self._ending, None, ""
+            return self._ending
         assert self._cancelled_as is not None
         if self._handed_back:
-            return self._cancelled_as, False, FailureClass.INFRASTRUCTURE, self._handed_back
-        reward = f"reward so far {self._reward:g}"
-        return self._cancelled_as, False, FailureClass.CANCELLED, f"stopped after {len(self._turns)} turns, {reward}"
+            return Ending(self._cancelled_as, False, FailureClass.INFRASTRUCTURE, self._handed_back)
+        message = f"stopped after {len(self._record.turns)} turns, reward so far {self._record.reward:g}"
+        return Ending(self._cancelled_as, False, FailureClass.CANCELLED, message)

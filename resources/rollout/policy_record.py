@@ -11,7 +11,9 @@ from resources.trajectories.trajectory import Turn
 
 
 class PolicyRecord:
-    """Grows turn by turn."""
+    """Grows turn by turn. With slots: every waiting trajectory has one."""
+
+    __slots__ = ("_counts", "_oldest_version")
 
     def __init__(self) -> None:
         self._oldest_version: int | None = None

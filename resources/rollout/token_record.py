@@ -12,7 +12,10 @@ _SEEDS, _SEED_STEP = 1 << 62, 0x9E3779B97F4A7C15
 
 
 class TokenRecord:
-    """Grows by context (prompt, observations) and by what the policy sampled; nothing appended is ever changed."""
+    """Grows by context (prompt, observations) and by what the policy sampled; nothing appended is ever changed. With
+    slots: every waiting trajectory has one."""
+
+    __slots__ = ("_ids", "_logprobs", "_mask", "_versions", "num_tokens", "sequence_starts")
 
     def __init__(self, capacity: int = 256) -> None:
         self.num_tokens = 0

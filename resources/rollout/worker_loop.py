@@ -26,7 +26,8 @@ from resources.environments.threads import DaemonThreads
 from resources.failures import InfrastructureFailure
 from resources.rollout.config import RolloutConfig
 from resources.rollout.engine_link import Call
-from resources.rollout.env_manager import EnvManager, EpisodeServices
+from resources.rollout.env_manager import EnvManager
+from resources.rollout.episode_services import EpisodeServices
 from resources.rollout.handover import Handover, never_played
 from resources.rollout.messages import Assignment, Orders, TrajectoryDone, Wait, WorkerReport
 from resources.trajectories.trajectory import Termination

@@ -15,7 +15,7 @@ from resources.environments.family import FamilyConfig
 from resources.failures import EnvironmentFailure
 from resources.rollout.config import RolloutConfig
 from resources.rollout.encoding_cache import EncodingCache
-from resources.rollout.env_manager import EpisodeServices
+from resources.rollout.episode_services import EpisodeServices
 from resources.rollout.group_queue import GroupQueue
 from resources.rollout.handover import Handover, ScoreSubmitter
 from resources.rollout.worker_loop import WorkerLoop

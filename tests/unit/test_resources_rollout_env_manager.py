@@ -15,7 +15,8 @@ from resources.environments.family import FamilyConfig
 from resources.failures import EngineFailure, EnvironmentFailure, FailureClass
 from resources.rollout.cross_policy import CrossPolicyConfig
 from resources.rollout.encoding_cache import EncodingCache
-from resources.rollout.env_manager import EnvManager, EpisodeServices
+from resources.rollout.env_manager import EnvManager
+from resources.rollout.episode_services import EpisodeServices
 from resources.rollout.messages import Assignment, Split
 from resources.trajectories.schema import from_table, to_table
 

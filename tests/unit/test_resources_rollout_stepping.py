@@ -10,7 +10,8 @@ import pytest
 from resources.environments.family import FamilyConfig
 from resources.failures import EngineFailure, EnvironmentFailure
 from resources.rollout.encoding_cache import EncodingCache
-from resources.rollout.env_manager import EnvManager, EpisodeServices
+from resources.rollout.env_manager import EnvManager
+from resources.rollout.episode_services import EpisodeServices
 from resources.rollout.messages import Assignment
 from resources.rollout.stepping import BatchStepping, TrajectoryStepping
 from tests.unit.test_resources_rollout_env_manager import EchoEnvironment, LetterFormat, ScriptedGenerator

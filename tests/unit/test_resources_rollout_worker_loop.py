@@ -16,7 +16,7 @@ from resources.failures import FailureClass, InfrastructureFailure
 from resources.rewards.base import Score
 from resources.rollout.config import RolloutConfig
 from resources.rollout.encoding_cache import EncodingCache
-from resources.rollout.env_manager import EpisodeServices
+from resources.rollout.episode_services import EpisodeServices
 from resources.rollout.group_queue import GroupQueue
 from resources.rollout.handover import Handover, ScoreSubmitter
 from resources.rollout.worker_loop import WorkerLoop

@@ -20,7 +20,8 @@ from resources.policy.chat_format import ChatFormat
 from resources.policy.config import PolicyConfig
 from resources.policy.tiny import create_tiny_policy
 from resources.rollout.encoding_cache import EncodingCache
-from resources.rollout.env_manager import EnvManager, EpisodeServices
+from resources.rollout.env_manager import EnvManager
+from resources.rollout.episode_services import EpisodeServices
 from resources.rollout.messages import Assignment, Batch, BatchGroup, BatchMember
 from resources.trajectories.arrow_files import decode_arrow, encode_arrow
 from resources.trajectories.schema import from_table, to_table
