@@ -63,15 +63,22 @@ class DaemonThreads:
     def _work(self) -> None:
         while True:
             future, call = self._calls.get()
-            try:
-                if future.set_running_or_notify_cancel():
-                    try:
-                        result = call()
-                    except BaseException as error:  # noqa: BLE001  (it belongs to whoever awaits the future)
-                        future.set_exception(error)
-                    else:
-                        future.set_result(result)
-            finally:
-                with self._lock:
-                    self._num_unfinished -= 1
+            if future.set_running_or_notify_cancel():
+                result, failure = None, None
+                try:
+                    result = call()
+                except BaseException as error:  # noqa: BLE001  (it belongs to whoever awaits the future)
+                    failure = error
+                self._has_finished()  # first: who has the answer sees the call gone
+                if failure is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(failure)
+                del result, failure
+            else:
+                self._has_finished()
             del future, call  # an idle thread keeps no environment alive
+
+    def _has_finished(self) -> None:
+        with self._lock:
+            self._num_unfinished -= 1
