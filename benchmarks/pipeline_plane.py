@@ -1,8 +1,8 @@
 """The real rollout plane in one process, driven without the flow around it: group queue, gate, rollout worker, proxy,
 simulated engines, trajectory and weight store. The learner is a wait and a publication.
 
-Prefect and Dask are left out because they take about 0.8 s an iteration whatever the work is (`benchmarks.overhead`
-measures that), which is nothing beside iterations of minutes and would be a third of these, scaled to seconds.
+Prefect and Dask are left out because what they take an iteration is the same whatever the work is
+(`benchmarks.overhead` measures it): nothing beside iterations of minutes, and a good part of these, scaled to seconds.
 """
 
 from __future__ import annotations

@@ -145,18 +145,13 @@ def _check_cross_policy(config: RunConfig) -> None:
             stale_members(cross_policy, serving, range(classes[serving].num_workers))
     if config.training.backend == "simulated":
         return
-    for name in config.families:
-        own = config.training.families.get(name)
-        loss = own.loss if own is not None and own.loss is not None else config.training.loss
-        corrections = config.training.corrections
-        if own is not None and own.corrections is not None:
-            corrections = own.corrections
-        if not corrections and not loss.reads_behaviour:
+    for where, each in config.training.algorithms_of(config.families).items():
+        if not each.corrections and not each.loss.reads_behaviour:
             raise ValueError(
-                f"rollout.cross_policy is set, but the loss of family {name!r} (training.loss.name {loss.name!r}, "
-                f"ratio_to {loss.ratio_to!r}) takes every token for the learner's own, and its corrections are empty: "
-                "tokens of stale engines would count wrongly; set training.loss.ratio_to to 'behaviour' with a loss "
-                "that has a ratio, or training.corrections to [{name: truncated_weight}]"
+                f"rollout.cross_policy is set, but {where}.loss (name {each.loss.name!r}, ratio_to "
+                f"{each.loss.ratio_to!r}) takes every token for the learner's own, and its corrections are empty: "
+                "tokens of stale engines would count wrongly; set its ratio_to to 'behaviour' with a loss that has a "
+                "ratio, or its corrections to [{name: truncated_weight}]"
             )
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from tasks.training.metrics import batch_metrics
 from tasks.training.normalisers import build_normaliser
 from tasks.training.objective import Objective
 from tasks.training.optimizer import set_learning_rate
+from tasks.training.passes import UpdateParts
 from tasks.training.prepared import PreparedRows, TrainableRows, prepare_rows
 from tasks.training.ranks import OneRank, Ranks, check_same_batch
 from tasks.training.reference import build_reference
@@ -78,10 +78,19 @@ class Learner:
         self._streamed: StreamedUpdate | None = None
         self.algorithms = Algorithms(config)
         self._loss = Objective(self.algorithms)
-        self._normalise = build_normaliser(config)
         self._state = LearnedState(model_directory, config, seed=seed, device=device, ranks=self.ranks)
         self.model, self.base = self._state.model, self._state.base
         self._forward, self._optimizer, self._critic = self._state.forward, self._state.optimizer, self._state.critic
+        self._parts = UpdateParts(
+            self._forward,
+            self._loss,
+            build_normaliser(config),
+            self._optimizer,
+            config,
+            device,
+            self._critic,
+            self.ranks,
+        )
         self._vocabulary_size = int(self.model.config.get_text_config().vocab_size)
         self._reference = None
         if self._loss.needs_reference:
@@ -183,7 +192,7 @@ class Learner:
                     version,
                     max_staleness,
                     partial(self._prepare, version=version, max_staleness=max_staleness),
-                    StreamedSteps(**self._for_steps()),
+                    StreamedSteps(self._parts),
                 )
             self._streamed.add(rows)
         except BaseException:
@@ -265,23 +274,11 @@ class Learner:
         self.skipped_steps = counters.skipped_steps
         self._failure = self._streamed = None
 
-    def _for_steps(self) -> dict[str, Any]:
-        return {
-            "forward": self._forward,
-            "loss": self._loss,
-            "normalise": self._normalise,
-            "optimizer": self._optimizer,
-            "config": self.config,
-            "device": self.device,
-            "critic": self._critic,
-            "ranks": self.ranks,
-        }
-
     def _take_steps(self, rows: TrainableRows, version: int, streamed: StreamedUpdate | None) -> StepsReport:
         try:
             if streamed is not None:
                 return streamed.steps.finish(rows.num_families, version)
-            return UpdateSteps(rows, **self._for_steps()).run(version=version, seed=self.seed)
+            return UpdateSteps(rows, self._parts).run(version=version, seed=self.seed)
         except BaseException as error:
             # Some steps may have been taken and others not: such weights are no version.
             self._failure = f"update {version} failed: {type(error).__name__}: {error}"

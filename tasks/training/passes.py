@@ -7,6 +7,7 @@ so how rows are split changes nothing. Legend: R trained rows, T tokens of a row
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,33 +20,34 @@ from tasks.training.forward import PolicyForward
 from tasks.training.losses.base import LossInputs
 from tasks.training.metrics import Mismatch, StepSums, mismatch_metrics
 from tasks.training.minibatches import deal_to_ranks
+from tasks.training.normalisers import Normaliser
 from tasks.training.objective import Objective
 from tasks.training.packing import MicroBatch, filler, pack, plan_microbatches
 from tasks.training.prepared import TrainableRows
 from tasks.training.ranks import OneRank, Ranks
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateParts:
+    """What the passes and steps of an update work with. They outlive it."""
+
+    forward: PolicyForward
+    loss: Objective
+    normalise: Normaliser
+    optimizer: torch.optim.Optimizer
+    config: TrainingConfig
+    device: str
+    critic: Critic | None = None
+    ranks: Ranks = field(default_factory=OneRank)
+
+
 class RowPasses:
     """Made anew for each update; owns nothing that outlives it."""
 
-    def __init__(
-        self,
-        rows: TrainableRows,
-        *,
-        forward: PolicyForward,
-        loss: Objective,
-        config: TrainingConfig,
-        device: str,
-        critic: Critic | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.ranks: Ranks = ranks or OneRank()
+    def __init__(self, rows: TrainableRows, parts: UpdateParts) -> None:
         self.rows = rows
-        self.forward = forward
-        self.loss = loss
-        self.config = config
-        self.device = device
-        self.critic = critic
+        self.forward, self.loss, self.config = parts.forward, parts.loss, parts.config
+        self.device, self.critic, self.ranks = parts.device, parts.critic, parts.ranks
         self.num_tokens_R = _num_trained(rows)
         self.start_logprobs: dict[int, torch.Tensor] = {}
         """By row: log-probabilities of its trained tokens under the weights with which the update started."""

@@ -15,16 +15,10 @@ import numpy as np
 import torch
 
 from resources.failures import RollartError
-from tasks.training.config import TrainingConfig
-from tasks.training.critic import Critic
-from tasks.training.forward import PolicyForward
 from tasks.training.metrics import StepSums
 from tasks.training.minibatches import deal_minibatches
-from tasks.training.normalisers import Normaliser
-from tasks.training.objective import Objective
-from tasks.training.passes import RowPasses
+from tasks.training.passes import RowPasses, UpdateParts
 from tasks.training.prepared import TrainableRows
-from tasks.training.ranks import OneRank, Ranks
 from tasks.training.sharding import whole
 
 
@@ -42,15 +36,14 @@ class StepsReport:
 class OptimizerSteps:
     """Clips accumulated gradients and moves policy and critic, for one update."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, critic: Critic | None, config: TrainingConfig, ranks: Ranks
-    ) -> None:
-        self._optimizer, self._critic, self._config, self._ranks = optimizer, critic, config, ranks
+    def __init__(self, parts: UpdateParts) -> None:
+        self._optimizer, self._critic = parts.optimizer, parts.critic
+        self._config, self._ranks = parts.config, parts.ranks
         self._losses: list[float] = []
         self._norms: list[float] = []
         self._num_skipped = 0
-        self._policy = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        head = [] if critic is None else list(critic.head.parameters())
+        self._policy = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        head = [] if self._critic is None else list(self._critic.head.parameters())
         self.parameters: list[torch.nn.Parameter] = [*self._policy, *head]
         """What the gradients of an update are of: the policy's, then the critic's."""
 
@@ -99,27 +92,11 @@ class OptimizerSteps:
 class UpdateSteps:
     """Takes the steps of one update whose rows are all there. Made anew for each one."""
 
-    def __init__(
-        self,
-        rows: TrainableRows,
-        *,
-        forward: PolicyForward,
-        loss: Objective,
-        normalise: Normaliser,
-        optimizer: torch.optim.Optimizer,
-        config: TrainingConfig,
-        device: str,
-        critic: Critic | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.ranks: Ranks = ranks or OneRank()
+    def __init__(self, rows: TrainableRows, parts: UpdateParts) -> None:
         self.rows = rows
-        self.passes = RowPasses(
-            rows, forward=forward, loss=loss, config=config, device=device, critic=critic, ranks=self.ranks
-        )
-        self.normalise = normalise
-        self.config = config
-        self._steps = OptimizerSteps(optimizer, critic, config, self.ranks)
+        self.passes = RowPasses(rows, parts)
+        self.ranks, self.normalise, self.config = parts.ranks, parts.normalise, parts.config
+        self._steps = OptimizerSteps(parts)
 
     def run(self, *, version: int, seed: int) -> StepsReport:
         """All epochs. Raises NonFiniteUpdate."""

@@ -11,15 +11,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tasks.training.config import TrainingConfig
-from tasks.training.critic import Critic
-from tasks.training.forward import PolicyForward
 from tasks.training.metrics import StepSums
-from tasks.training.normalisers import Normaliser
-from tasks.training.objective import Objective
-from tasks.training.passes import RowPasses
+from tasks.training.passes import RowPasses, UpdateParts
 from tasks.training.prepared import TrainableRows
-from tasks.training.ranks import OneRank, Ranks
 from tasks.training.steps import OptimizerSteps, StepsReport
 from tasks.training.streaming import bucket_of, row_factor
 
@@ -30,25 +24,12 @@ class StreamedSteps:
     On every rank the same rows are added in the same order.
     """
 
-    def __init__(
-        self,
-        *,
-        forward: PolicyForward,
-        loss: Objective,
-        normalise: Normaliser,
-        optimizer: torch.optim.Optimizer,
-        config: TrainingConfig,
-        device: str,
-        critic: Critic | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.ranks: Ranks = ranks or OneRank()
-        self.config = config
-        self.normalise = normalise
+    def __init__(self, parts: UpdateParts) -> None:
+        self.ranks, self.normalise, self.config = parts.ranks, parts.normalise, parts.config
         self.passes: RowPasses | None = None
         """None until there is a row to train."""
-        self._forward, self._loss, self._critic, self._device = forward, loss, critic, device
-        self._steps = OptimizerSteps(optimizer, critic, config, self.ranks)
+        self._parts = parts
+        self._steps = OptimizerSteps(parts)
         self.sums = StepSums()
         self._waiting: dict[str, list[int]] = {}
         """By bucket: rows that no pass has seen, fewer than a micro-batch of them a rank."""
@@ -63,15 +44,7 @@ class StreamedSteps:
         if not rows.sequences:
             return
         if self.passes is None:
-            self.passes = RowPasses(
-                rows,
-                forward=self._forward,
-                loss=self._loss,
-                config=self.config,
-                device=self._device,
-                critic=self._critic,
-                ranks=self.ranks,
-            )
+            self.passes = RowPasses(rows, self._parts)
             new = list(range(len(rows.sequences)))
         else:
             new = self.passes.append(rows)
@@ -96,7 +69,7 @@ class StreamedSteps:
         assert self.passes is not None, "there is a row to train"
         for bucket in self._waiting:
             self._run(self.passes, bucket)
-        loss = torch.zeros((), device=self._device)
+        loss = torch.zeros((), device=self._parts.device)
         for bucket, scale in self._scales(self.passes, num_families).items():
             loss += scale * self._losses[bucket]
             for parameter, gradient in zip(self._steps.parameters, self._gradients.pop(bucket), strict=True):

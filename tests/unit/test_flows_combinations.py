@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "stale tokens under a loss that does not know them": (
         {**CROSS, **TWO_ENGINES, **UNCORRECTED},
-        r"cross_policy is set, but the loss .*'policy_gradient'.* corrections are empty: .*truncated_weight",
+        r"cross_policy is set, but training.loss .*'policy_gradient'.* corrections are empty: .*truncated_weight",
     ),
     "stale tokens under a ratio to the proximal policy": (
         {**CROSS, **TWO_ENGINES, "training.loss.ratio_to": "proximal"},
@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             **TWO_ENGINES,
             "training.families": {"frozen_lake": {"loss": {"name": "kimi", "ratio_to": "proximal"}}},
         },
-        r"the loss of family 'frozen_lake' .*'kimi'",
+        r"but training.families.frozen_lake.loss .*'kimi'",
     ),
 }
 

@@ -420,3 +420,12 @@ def test_the_class_of_the_page_works_as_written() -> None:
     _, (called, refused, answered) = play(names["Shop"](), said, call("price", item="sofa"), "12")
     assert [each.observation[0]["content"] for each in (called, refused)] == ["12", "error: no such item"]
     assert answered.success
+
+
+def test_a_tool_environment_without_its_methods_is_refused_when_it_is_made() -> None:
+    class Unfinished(ToolEnvironment):
+        def start(self, seed: int) -> str:
+            return "go"
+
+    with pytest.raises(TypeError, match="abstract method '?call_tool"):
+        Unfinished()  # pyright: ignore[reportAbstractUsage]

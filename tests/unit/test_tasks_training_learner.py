@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -276,11 +277,11 @@ def test_a_learner_that_failed_half_way_refuses_to_go_on_until_restored(director
     store = ObjectStore.open(str(tmp_path))
     learner = make_learner(directory)
     learner.save(store, "start")
-    working = learner._loss
-    learner._loss = FailingObjective(learner.algorithms)
+    working = learner._parts
+    learner._parts = replace(working, loss=FailingObjective(learner.algorithms))
     with pytest.raises(FloatingPointError):
         learner.update(make_batch(0), 0)
-    learner._loss = working
+    learner._parts = working
     with pytest.raises(RuntimeError, match="restore a checkpoint first"):
         learner.update(make_batch(0), 0)
     learner.restore(store, "start")

@@ -24,6 +24,7 @@ from tasks.training.normalisers import Normaliser, build_normaliser, family_toke
 from tasks.training.objective import Objective
 from tasks.training.optimizer import build_optimizer
 from tasks.training.packing import PackableSequence
+from tasks.training.passes import UpdateParts
 from tasks.training.plugins import LOSSES, NORMALISERS
 from tasks.training.prepared import TrainableRows
 from tasks.training.steps import NonFiniteUpdate, UpdateSteps
@@ -67,8 +68,7 @@ def random_rows(seed: int, lengths: Sequence[int], families: Sequence[str], temp
 
 def steps_over(rows: TrainableRows, model: PreTrainedModel, normalise: Normaliser, **changes) -> UpdateSteps:
     config = TrainingConfig(**changes)
-    return UpdateSteps(
-        rows,
+    parts = UpdateParts(
         forward=PolicyForward(model, config.max_logits_per_chunk),
         loss=Objective(Algorithms(config)),
         normalise=normalise,
@@ -76,6 +76,7 @@ def steps_over(rows: TrainableRows, model: PreTrainedModel, normalise: Normalise
         config=config,
         device="cpu",
     )
+    return UpdateSteps(rows, parts)
 
 
 def gradient_of(model: PreTrainedModel) -> torch.Tensor:

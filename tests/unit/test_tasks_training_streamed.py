@@ -34,6 +34,7 @@ from tasks.training.model import load_policy
 from tasks.training.normalisers import build_normaliser
 from tasks.training.objective import Objective
 from tasks.training.optimizer import build_optimizer
+from tasks.training.passes import UpdateParts
 from tasks.training.plugins import CORRECTIONS, ESTIMATORS
 from tasks.training.prepared import TrainableRows
 from tasks.training.row import TrainingRow, TurnSpan
@@ -110,14 +111,14 @@ def test_a_streamed_gradient_is_that_of_the_whole_batch(
     whole = TrainingConfig(**changes, max_tokens_per_microbatch=10_000)
     streamed = TrainingConfig(**changes, max_tokens_per_microbatch=budget, streamed=True)
 
-    steps = UpdateSteps(rows, **pieces(whole, model))
+    steps = UpdateSteps(rows, pieces(whole, model))
     corrected = steps.passes.prepare_corrections()
     sums, loss_value, norm = steps.accumulate_gradient(range(len(lengths)), at_start=True)
     gradient, metrics = gradient_of(model), {**sums.read(), **corrected}
 
     order = data.draw(st.permutations(range(len(lengths))))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)))) | {len(lengths)})
-    stream = StreamedSteps(**pieces(streamed, model))
+    stream = StreamedSteps(pieces(streamed, model))
     for start, end in zip([0, *cuts], cuts, strict=False):
         stream.add(chosen(rows, order[start:end]))
         assert all(parameter.grad is None for parameter in model.parameters()), "nothing is left in between"
@@ -132,20 +133,20 @@ def test_a_streamed_gradient_is_that_of_the_whole_batch(
         assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-def pieces(config: TrainingConfig, model: PreTrainedModel) -> dict[str, Any]:
-    return {
-        "forward": PolicyForward(model, config.max_logits_per_chunk),
-        "loss": Objective(Algorithms(config)),
-        "normalise": build_normaliser(config),
-        "optimizer": build_optimizer(list(model.parameters()), config.optimizer),
-        "config": config,
-        "device": "cpu",
-    }
+def pieces(config: TrainingConfig, model: PreTrainedModel) -> UpdateParts:
+    return UpdateParts(
+        forward=PolicyForward(model, config.max_logits_per_chunk),
+        loss=Objective(Algorithms(config)),
+        normalise=build_normaliser(config),
+        optimizer=build_optimizer(list(model.parameters()), config.optimizer),
+        config=config,
+        device="cpu",
+    )
 
 
 def test_a_row_runs_as_soon_as_a_micro_batch_is_full(model: PreTrainedModel) -> None:
     config = TrainingConfig(minibatches=1, streamed=True, normaliser="token_mean", max_tokens_per_microbatch=20)
-    stream = StreamedSteps(**pieces(config, model))
+    stream = StreamedSteps(pieces(config, model))
     rows = random_rows(0, [12, 12, 6], ["maze", "sums", "maze"])
     ran = []
     for row in range(3):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +47,7 @@ class ToolResult:
     components: Mapping[str, float] = field(default_factory=dict)
 
 
-class ToolEnvironment:
+class ToolEnvironment(ABC):
     """Subclass it: set `tools`, and write `start`, `call_tool` and, where text alone means more than an answer that
     ends the episode, `answer`. All may be coroutines or plain functions; plain ones must not block (for those, take
     ``executor: process``)."""
@@ -59,13 +60,13 @@ class ToolEnvironment:
     declares_tools = True
     """Whether the opening begins with the declarations. A template of the policy's own may do it instead."""
 
+    @abstractmethod
     def start(self, seed: int) -> Any:
         """The opening messages of the episode of this seed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """A `ToolResult`, or its content. ``arguments`` fit the tool's schema. Raises ToolError to refuse."""
-        raise NotImplementedError
 
     def answer(self, content: str) -> Any:
         """A StepOutcome for text without a call. By default it ends the episode, and a scorer judges it."""
@@ -91,7 +92,8 @@ class ToolEnvironment:
         return outcome
 
     async def close(self) -> None:
-        pass
+        """Nothing is open here."""
+        return
 
     async def _called(self, reply: Reply) -> StepOutcome:
         """All calls of a turn, in order: each gets its answer, those after the end of the episode included."""
