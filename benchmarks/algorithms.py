@@ -29,6 +29,7 @@ CELLS: Mapping[str, dict[str, Any]] = {
     "rloo": {"advantage": {"estimator": "rloo"}},
     "reinforce++": {"advantage": {"estimator": "reinforce_plus_plus"}},
     "reinforce++ baseline": {"advantage": {"estimator": "reinforce_plus_plus_baseline"}},
+    "gdpo": {"advantage": {"estimator": "gdpo"}},
     "gigpo": {"advantage": {"estimator": "gigpo", "discount": 0.95}},
     "turn returns": {"advantage": {"estimator": "turn_returns", "discount": 0.95}},
     "gae": {"advantage": {"estimator": "gae", "normalisation": "batch"}, "critic": {}},

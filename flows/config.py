@@ -30,7 +30,7 @@ def default_store() -> str:
 class EvaluationConfig(BaseModel):
     """Held-out success of a policy version, sampled with the family's own sampling parameters."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     num_episodes: int = Field(default=256, ge=1)
     """Episodes of each family in the evaluations before and after training."""
@@ -49,7 +49,7 @@ class EvaluationConfig(BaseModel):
 class RunConfig(BaseModel):
     """One training run. Unknown keys are errors; every field has a default that suits one small machine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     name: str = "quickstart"
     """Prefix of the run's id: 1 to 40 of a-z, 0-9 and '-'."""

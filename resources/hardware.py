@@ -13,7 +13,7 @@ Role = Literal["engine", "learner", "environment", "control"]
 class HardwareClass(BaseModel):
     """One class of machines. Its name is the tag: workers carry ``resources={name: slots}``, stages ``pool:<name>``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     role: Role
     """What workers of this class host."""
@@ -41,7 +41,7 @@ def quickstart_classes() -> dict[str, HardwareClass]:
 class PoolsConfig(BaseModel):
     """The Dask worker pools of a run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     address: str | None = None
     """Address of a standing Dask scheduler (``tcp://host:port``). None: start an embedded cluster on 127.0.0.1."""

@@ -16,7 +16,7 @@ PrefixCache = Literal["off", "trajectory", "shared"]
 class EngineConfig(BaseModel):
     """One generation engine; every engine of a run is built from the same configuration."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     backend: str = "local"
     """``local``: torch, continuous batching with a KV cache per slot. ``simulated``: no model; generation takes the

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+_MODEL = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class SimulatedHardware(BaseModel):

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class ProcessesConfig(BaseModel):
     """The child processes in which a family's environments run, in each rollout worker."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     max_processes: int = Field(default=8, ge=1)
     """Child processes at most; they are started when needed and play one episode after the other."""
@@ -24,7 +24,7 @@ class ProcessesConfig(BaseModel):
 class FamilyConfig(BaseModel):
     """One task family: an environment, a reward, the class its generation runs on, and its share of each batch."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     environment: str
     """Name of a built-in environment (``frozen_lake``, ``calculator``, ``guess_number``, ``code_repair``) or adapter

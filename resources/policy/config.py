@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 class PolicyConfig(BaseModel):
     """The policy LM. With ``model_directory`` the other fields, apart from ``context_length``, are not used."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     model_directory: str | None = None
     """Hugging Face directory of a Qwen3, Qwen2 or Llama causal LM with a tokenizer that has a chat template. A relative

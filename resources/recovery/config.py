@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class RecoveryConfig(BaseModel):
     """What happens when a worker process of the run dies, hangs or is worn out."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     max_restarts: int = Field(default=5, ge=0)
     """Actors of one role (engine, learner, environment) that may be rebuilt within ``restart_window_s``; one more loss

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class RewardsConfig(BaseModel):
     """Queue, replicas and autoscaler of the reward pool."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     deployment: str = Field(default="serve-rewards/serverless", pattern=r"^[^/{}]+/[^/{}]+$")
     """Prefect deployment whose runs are reward replicas, as ``flow name/deployment name``."""

@@ -16,7 +16,7 @@ MemberFailurePolicy = Literal["fail_fast", "retry", "minimum_group"]
 class RolloutConfig(BaseModel):
     """The rollout service of a run: staleness bound, failure policies, deadlines."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     pipeline: Pipeline = "asynchronous"
     """``synchronous``: no generation starts between "batch complete" and "new weights loaded" (max_staleness 0).

@@ -22,7 +22,7 @@ Member = TypeVar("Member")
 class CrossPolicyConfig(BaseModel):
     """Some turns of every training trajectory are sampled under an older version, on engines kept behind for it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     p_stale: float = Field(gt=0, le=1)
     """Probability that a turn is sampled by a stale engine."""

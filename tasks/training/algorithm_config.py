@@ -16,7 +16,7 @@ leaves 1 quickly on long sequences), or from their mean (the geometric mean per 
 class AdvantageConfig(BaseModel):
     """Which advantage estimator turns rewards into advantages."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     estimator: str = "grpo"
     """``grpo``, ``rloo``, ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``gdpo``, ``turn_returns``,
@@ -37,7 +37,8 @@ class AdvantageConfig(BaseModel):
     step_weight: float = Field(default=1.0, ge=0)
     """``gigpo`` only: weight of the advantage among turns that saw the same observation, beside the episode's."""
     component_weights: dict[str, float] = Field(default_factory=dict)
-    """``gdpo`` only: weight of each reward component, by name. Empty: every component of the rows, weight 1."""
+    """``gdpo`` only: weight of each reward component, by name. Empty: every component of the rows, weight 1. One
+    that a rollout does not name is 0 there."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Whatever an estimator of your own needs; built-in estimators take none."""
 
@@ -50,7 +51,7 @@ class AdvantageConfig(BaseModel):
 class LossConfig(BaseModel):
     """Which token loss is minimised."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     name: str = "ppo_clip"
     """``ppo_clip``: ratio of current to behaviour policy, clipped. ``decoupled``: ratio of current to proximal policy
@@ -110,7 +111,7 @@ class LossConfig(BaseModel):
 class KLConfig(BaseModel):
     """Penalty for leaving the reference policy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     coefficient: float = Field(default=0.0, ge=0)
     """Weight of the penalty; 0: none, and no reference is needed."""
@@ -125,7 +126,7 @@ class KLConfig(BaseModel):
 class CorrectionConfig(BaseModel):
     """One off-policy correction: a weight, or a mask, on trained tokens."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     name: str
     """``truncated_weight``, ``masked_weight``, ``ratio_mask``, ``staleness_mask``, ``m2po``, or an import path
@@ -160,7 +161,7 @@ class CorrectionConfig(BaseModel):
 class CriticConfig(BaseModel):
     """A value head on the decoder's hidden states, for ``gae``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     learning_rate: float = Field(default=1e-3, gt=0)
     """Of the head's own AdamW; constant."""
@@ -177,7 +178,7 @@ class CriticConfig(BaseModel):
 class FamilyTrainingConfig(BaseModel):
     """What one task family does otherwise than the run. A section that is given replaces the run's as a whole."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     advantage: AdvantageConfig | None = None
     """None: ``training.advantage``."""

@@ -25,7 +25,7 @@ from tasks.training.simulated_config import SimulatedLearnerConfig
 class OptimizerConfig(BaseModel):
     """AdamW and its learning-rate schedule (by update, not by optimizer step)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
@@ -57,7 +57,7 @@ class LoraConfig(BaseModel):
     """Low-rank adapter (LoRA, arXiv 2106.09685): the policy's own weights stay frozen and the adapter is trained.
     Checkpoints hold the adapter alone."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     rank: int = Field(default=16, ge=1)
     """Width of the adapter's matrices."""
@@ -80,7 +80,7 @@ class LoraConfig(BaseModel):
 class ReferenceConfig(BaseModel):
     """The frozen policy that a KL term holds the current one close to. Only a loss that asks for it computes it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     model_directory: str | None = None
     """Hugging Face directory of the reference, with the policy's vocabulary. None: the policy that the run started
@@ -95,7 +95,7 @@ class ReferenceConfig(BaseModel):
 class TrainingConfig(BaseModel):
     """One update: advantages, loss, denominators, optimizer steps, micro-batches."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     backend: Literal["torch", "simulated"] = "torch"
     """``torch``: the policy is trained. ``simulated``: no model; an update takes the time that its tokens and the

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class SimulatedLearnerConfig(BaseModel):
     """A learner without a model; its figures are those of all its accelerators together."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     time_scale: float = Field(default=1.0, gt=0)
     """Simulated seconds that pass in one second; as ``engine.simulated.time_scale``."""

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 class WarmStartConfig(BaseModel):
     """Short supervised training on episodes that a noisy expert plays; its loss is on action tokens only."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     num_steps: int = Field(default=300, ge=1)
     """Optimizer steps. Many steps of few episodes teach copying sooner than few steps of many."""

@@ -11,6 +11,7 @@ from benchmarks.algorithms import CELLS, DEFAULT, advice, headline_of, summarise
 from benchmarks.resumable_runs import QUICKSTART, RunFile
 from flows.combinations import check_combinations
 from flows.config import load_run_file
+from tasks.training.plugins import ESTIMATORS, LOSSES
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -19,6 +20,13 @@ def test_every_cell_is_a_valid_run(cell: str) -> None:
     training = training_of(cell, config.training)
     check_combinations(config.model_copy(update={"training": training}))
     assert (training == config.training) == (cell == DEFAULT)
+
+
+def test_every_estimator_and_every_loss_has_a_cell() -> None:
+    base = load_run_file(QUICKSTART).training
+    chosen = [training_of(cell, base) for cell in CELLS]
+    assert {training.advantage.estimator for training in chosen} == set(ESTIMATORS)
+    assert {training.loss.name for training in chosen} == set(LOSSES)
 
 
 def run(cell: str, seed: int, success: float, *, collapsed: bool = False, alpha: int = 0) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from flows.config import RunConfig, load_run_file, read_value, with_overrides
 
@@ -32,6 +33,30 @@ def test_an_override_of_a_section_that_does_not_exist_names_the_known_ones():
 def test_an_unknown_key_is_an_error():
     with pytest.raises(ValidationError, match="num_iteration\n.*Extra inputs are not permitted"):
         with_overrides(RunConfig(), {"num_iteration": 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [("training.optimizer.max_grad_norm", ".inf"), ("training.advantage.component_weights", "{format: .nan}")],
+)
+def test_a_number_that_is_not_finite_is_an_error(field, text):
+    with pytest.raises(ValidationError, match=rf"{field}[\s\S]*Input should be a finite number"):
+        with_overrides(RunConfig(), {field: read_value(text)})
+
+
+def test_every_section_refuses_unknown_keys_and_numbers_that_are_not_finite():
+    left, seen = [RunConfig], set()
+    while left:
+        part = left.pop()
+        left += get_args(part)
+        if isinstance(part, type) and issubclass(part, BaseModel) and part not in seen:
+            seen.add(part)
+            left += [field.annotation for field in part.model_fields.values()]
+    assert len(seen) > 20
+    loose = {
+        s.__name__ for s in seen if s.model_config.get("allow_inf_nan", True) or s.model_config["extra"] != "forbid"
+    }
+    assert not loose
 
 
 def test_a_family_whose_class_nobody_provides_names_the_classes():

@@ -330,15 +330,6 @@ def test_an_estimator_by_turn_refuses_rows_without_turns(directory: Path, estima
     assert learner.version == 0
 
 
-def test_gdpo_refuses_rewards_without_the_components_it_weighs(directory: Path) -> None:
-    with pytest.raises(ValueError, match="its reward has no components, and gdpo needs some"):
-        make_learner(directory, advantage=AdvantageConfig(estimator="gdpo")).update(make_batch(0), 0)
-    config = AdvantageConfig(estimator="gdpo", component_weights={"speed": 1.0})
-    rows = [with_turns(row) for row in make_batch(0)]
-    with pytest.raises(ValueError, match=r"has the components \['format', 'outcome'\], and gdpo needs 'speed'"):
-        make_learner(directory, advantage=config).update(rows, 0)
-
-
 def test_what_an_algorithm_needs_and_the_run_lacks_is_refused_at_the_start() -> None:
     gae = AdvantageConfig(estimator="gae")
     with pytest.raises(ValidationError, match=r"training\.advantage\.estimator is 'gae', which needs a critic"):

@@ -6,6 +6,7 @@ combinations of components equal.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 
 from tasks.training.advantages.base import AdvantageInputs, Advantages
@@ -13,18 +14,22 @@ from tasks.training.advantages.groups import EQUAL_REWARDS, RewardGroup, assembl
 from tasks.training.advantages.grpo import centred, deviation
 from tasks.training.algorithm_config import AdvantageConfig
 
+logger = logging.getLogger(__name__)
+
 
 class GDPO:
     """Sum over components k of weight_k (r_k - mean) / (std + epsilon) within the group; the sums of all rollouts of
     the batch are then brought to mean 0 and deviation 1. A group is dead when every component is equal in it.
 
-    A penalty on the reward (KL) is no component, and is refused.
+    Components are the parts that a reward is the sum of, so one that a rollout does not name (no invalid action: no
+    penalty for it) is 0 there. A penalty on the reward (KL) is no component, and is refused.
     """
 
     needs_components = True
 
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = config
+        self._missed: set[str] = set()
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
         if any(inputs.penalty_of_row(index) for index in range(len(inputs.rows))):
@@ -55,34 +60,43 @@ class GDPO:
         return assemble(inputs, groups, spread(inputs, groups, sums), dropped=frozenset(dropped))
 
     def _component_names(self, inputs: AdvantageInputs) -> dict[str, list[str]]:
-        """By family, those that the configuration weighs, else all that the family's rows have."""
+        """By family, those that the configuration weighs, else all that a row of the family has."""
+        weighed = set(self.config.component_weights)
         found: defaultdict[str, set[str]] = defaultdict(set)
         for row in inputs.rows:
-            if row.reward is not None:
-                found[row.family] |= set(self.config.component_weights or row.reward_components)
-        for row in inputs.rows:
-            if row.reward is not None and not found[row.family]:
+            if not row.reward:
+                continue  # unscored, or a sum of 0: nothing that components would have to explain
+            if not row.reward_components:
                 raise ValueError(
-                    f"trajectory {row.trajectory_id} ({row.family}): its reward has no components, and gdpo needs "
-                    "some; have the scorer or the environment give them, or choose another estimator"
+                    f"trajectory {row.trajectory_id} ({row.family}): its reward {row.reward:g} has no components, and "
+                    "gdpo needs some; have the scorer or the environment give them, or choose another estimator"
                 )
-        return {family: sorted(names) for family, names in found.items()}
+        for row in inputs.rows:
+            if row.reward is not None:
+                found[row.family] |= row.reward_components.keys()
+        for family, names in found.items():
+            if weighed and names and not weighed & names:
+                raise ValueError(
+                    f"the rewards of family {family} have the components {sorted(names)}, and "
+                    f"training.advantage.component_weights weighs {sorted(weighed)}: name at least one of the former, "
+                    "or have the scorer or the environment give the latter"
+                )
+        for name in sorted(weighed - set().union(*found.values()) - self._missed):
+            self._missed.add(name)
+            logger.warning(
+                "no trajectory of this update has the reward component %r, which training.advantage.component_weights "
+                "names: it counts 0",
+                name,
+            )
+        return {family: sorted(weighed or names) for family, names in found.items()}
 
     def _weight(self, name: str) -> float:
         return self.config.component_weights.get(name, 1.0)
 
     @staticmethod
     def _component(inputs: AdvantageInputs, group: RewardGroup, name: str) -> dict[str, float]:
-        values = {}
-        for rollout_id, reward in group.rewards.items():
-            if reward is None:
-                continue
-            row = inputs.rows[group.rows[rollout_id][0]]
-            if name not in row.reward_components:
-                raise ValueError(
-                    f"trajectory {row.trajectory_id} ({row.family}): its reward has the components "
-                    f"{sorted(row.reward_components)}, and gdpo needs {name!r}; have the scorer or the environment "
-                    "give it, or name others in training.advantage.component_weights"
-                )
-            values[rollout_id] = float(row.reward_components[name])
-        return values
+        return {
+            rollout_id: float(inputs.rows[group.rows[rollout_id][0]].reward_components.get(name, 0.0))
+            for rollout_id, reward in group.rewards.items()
+            if reward is not None
+        }
