@@ -47,6 +47,22 @@ def count_evicted(counts: Counter[str], group: Group, horizon: int) -> None:
             count_cancelled(counts, "evicted_stale", member.done)
 
 
+def counters_of_batch(gate: StalenessGate, version: int) -> dict[str, Any]:
+    """``<figure>/<family>`` for the batch just taken; what is counted from now on belongs to the next one."""
+    figures = {
+        f"{figure}/{name}": value
+        for name, family in gate.families.items()
+        for figure, value in batch_counters(
+            family,
+            version,
+            gate.counted_at_last_batch.get(name, {}),
+            cross_policy=gate.config.cross_policy is not None,
+        ).items()
+    }
+    gate.counted_at_last_batch = {name: dict(family.counts) for name, family in gate.families.items()}
+    return figures | gauges(gate)
+
+
 def batch_counters(
     family: FamilyState, version: int, counted_before: dict[str, int], *, cross_policy: bool = False
 ) -> dict[str, Any]:

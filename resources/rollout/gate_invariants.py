@@ -27,14 +27,14 @@ def check_invariants(gate: StalenessGate) -> None:
 
 def _admission(gate: StalenessGate, name: str, family: FamilyState) -> None:
     num_running = len(family.running)
-    ceiling = gate.budget(name) + family.config.redundant_groups
+    budget, accepted = gate.admission.budget(name), gate.admission.accepted(name)
+    ceiling = budget + family.config.redundant_groups
     assert num_running <= family.config.max_concurrent_groups, ("concurrency", name, num_running)
-    assert gate.accepted(name) + num_running <= max(ceiling, gate.accepted(name)), (
-        "admission", name, gate.accepted(name), num_running, ceiling,
-    )  # fmt: skip
-    assert gate.accepted(name) <= gate.budget(name), ("accepted within the budget", name, gate.accepted(name))
-    if gate.is_open and gate.accepted(name) < gate.budget(name):
-        assert gate.admissible(name) <= 0, ("work is never held back", name, gate.admissible(name))
+    assert accepted + num_running <= max(ceiling, accepted), ("admission", name, accepted, num_running, ceiling)
+    assert accepted <= budget, ("accepted within the budget", name, accepted)
+    if gate.is_open and accepted < budget:
+        admissible = gate.admission.admissible(name)
+        assert admissible <= 0, ("work is never held back", name, admissible)
 
 
 def _shares(gate: StalenessGate) -> None:

@@ -60,7 +60,7 @@ def restore(gate: StalenessGate, state: Mapping[str, Any], version: int | None) 
     Raises ValueError for a state of another format, or with families that the configuration lacks.
     """
     assert not gate.is_open and not gate.seats, "restore comes before the first event"
-    gate.version = gate.book.horizon = version if version is not None else int(state["version"])
+    gate.admission.version = gate.book.horizon = version if version is not None else int(state["version"])
     gate.first_attempt = ATTEMPTS_OF_A_LIFE * int(state.get("life", 0))
     stored_families = state.get("families", {})
     if stored_families and state.get("format") != FORMAT:

@@ -219,7 +219,7 @@ class GroupQueue:
         """
         self._ensure_running()
         start = self._clock()
-        while not self._gate.may_load(version):
+        while not self._gate.admission.may_load(version):
             changed = self._changed
             self._check_usable()
             now = self._clock()

@@ -291,7 +291,7 @@ class QueueEvents:
                     "running": len(family.running),
                     "complete": len(family.complete),
                     "waiting": len(family.waiting),
-                    "accepted": gate.accepted(name),
+                    "accepted": gate.admission.accepted(name),
                     "owed": gate.shares.families[name].owed,
                     "cursor": family.cursor,
                     "counts": dict(family.counts),

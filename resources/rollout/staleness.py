@@ -1,23 +1,14 @@
 """The staleness gate: which groups may start, which may be trained. A pure state machine: events in, decisions out.
 
-Admission per family f, in groups (the rule of AReaL, arXiv 2505.24298, section 5.1, here per family)::
-
-    start_f <= min(max_concurrent_f - running_f,
-                   budget_f + redundant_f - accepted_f - running_f)
-    budget_f = sum of the quotas of f over the batches 0 .. version + max_staleness
-
-where a quota is ``groups_per_iteration`` (unless a curriculum moves it), so that ``budget_f`` is
-``(max_staleness + version + 1) * groups_f``, and no batch counts that the run will not take, nor (in a pipeline with a
-`LogicalSchedule`) one that comes after the first incomplete one.
-A group is reserved whole and runs until it is scored. ``accepted_f`` counts groups scored and kept, trained or not.
-Evicted, failed and replaced groups leave both counts. Eviction bounds what may be trained: a group is doomed when
+Admission (admission.py) bounds how many groups start; eviction bounds what may be trained: a group is doomed when
 the learner's version minus the oldest version any member has sampled exceeds ``lag_bound`` (RollArt, arXiv 2512.22560,
 section 6.2), which is ``max_staleness`` except with cross-policy sampling. docs/staleness.md argues why the bound
 holds. Nothing here knows a clock, a worker or a store.
 
 | question                                                  | file                 |
 |-----------------------------------------------------------|----------------------|
-| what may start, what is trained                           | this one             |
+| what follows from an event, what is trained               | this one             |
+| how many groups may start now                             | admission.py         |
 | what becomes of a group when a member is scored or fails  | group_book.py        |
 | how many groups of each family a batch holds              | shares.py            |
 | which prompt the next group gets, what is worth playing   | prompts.py, curriculum.py |
@@ -33,9 +24,10 @@ from typing import Any
 
 from resources.environments.family import FamilyConfig
 from resources.failures import FailureClass
+from resources.rollout.admission import Admission
 from resources.rollout.config import RolloutConfig
 from resources.rollout.curriculum import checked_quotas, make_curriculum
-from resources.rollout.gate_counters import batch_counters, gauges
+from resources.rollout.gate_counters import counters_of_batch
 from resources.rollout.gate_events import (
     BatchRequested,
     Decision,
@@ -53,7 +45,7 @@ from resources.rollout.gate_invariants import check_invariants
 from resources.rollout.gate_snapshot import restore, snapshot
 from resources.rollout.group_book import GroupBook
 from resources.rollout.group_state import FamilyState, Group, Member, MemberState
-from resources.rollout.logical_time import LogicalSchedule, in_static_order
+from resources.rollout.logical_time import in_static_order
 from resources.rollout.messages import BatchGroup
 from resources.rollout.prompts import PromptOrder, Prompts
 from resources.rollout.shares import Shares
@@ -86,10 +78,6 @@ class StalenessGate:
         """
         self.run_id = run_id
         self.config = config
-        self.num_batches = num_batches
-        self.schedule = LogicalSchedule.of(config)
-        self.version = 0
-        """The version the engines serve."""
         self.families = {
             name: FamilyState(family, Prompts(name, family.num_prompts, prompt_order))
             for name, family in families.items()
@@ -101,7 +89,8 @@ class StalenessGate:
             slack=config.share_slack,
             num_taken_back=config.max_staleness + 1,
         )
-        self.book = GroupBook(run_id, self.families, config, self._is_full)
+        self.admission = Admission(self.families, self.shares, config, num_batches)
+        self.book = GroupBook(run_id, self.families, config, self.admission.is_full)
         self.num_ignored = 0
         self.first_attempt = 0
         """Of new groups; grows with every resume."""
@@ -145,7 +134,7 @@ class StalenessGate:
     def _load(self, version: int, out: list[Decision]) -> None:
         if version < self.version:
             raise ValueError(f"version {version} was loaded after version {self.version}: versions only grow")
-        self.version = version
+        self.admission.version = version
         # A version is an update, and an update counts as a full share, even one whose batch was never taken from here.
         self.shares.pass_by(version)
         self._fix_quotas()
@@ -234,18 +223,7 @@ class StalenessGate:
             family.lost_for_batch.clear()
             groups += family.in_training
         self.shares.take(allotted)
-        counters = {
-            f"{figure}/{name}": value
-            for name, family in self.families.items()
-            for figure, value in batch_counters(
-                family,
-                version,
-                self.counted_at_last_batch.get(name, {}),
-                cross_policy=self.config.cross_policy is not None,
-            ).items()
-        }
-        counters |= gauges(self)
-        self.counted_at_last_batch = {name: dict(family.counts) for name, family in self.families.items()}
+        counters = counters_of_batch(self, version)
         batch_groups = tuple(group.as_batch_group(self._seed_env(group.family, group.prompt_index)) for group in groups)
         out.append(TakeBatch(version, batch_groups, counters))
 
@@ -266,54 +244,13 @@ class StalenessGate:
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
-    def budget(self, family_name: str) -> int:
-        """Groups of a family that may ever be accepted up to the version served now."""
-        return self.shares.planned(family_name, self._num_open_batches())
-
-    def _num_open_batches(self) -> int:
-        """Batches that what starts under the version served now may be trained in, and those before them."""
-        number = self.config.max_staleness + self.version + 1
-        if self.schedule is not None:
-            number = self.schedule.num_open(self.version, self.num_complete_batches())
-        return number if self.num_batches is None else min(number, self.num_batches)
-
-    def accepted(self, family_name: str) -> int:
-        """Groups scored and kept, trained or not; an update whose batch was not taken here counts as a full share."""
-        return self.shares.families[family_name].trained + len(self.families[family_name].complete)
-
-    def num_complete_batches(self) -> int:
-        """Batches that every family has its groups for, those taken included."""
-        number = self.next_batch
-        while all(self.accepted(name) >= self.shares.planned(name, number + 1) for name in self.families):
-            number += 1
-        return number
-
-    def may_load(self, version: int) -> bool:
-        """Whether the pipeline lets the engines switch to a version now."""
-        num_complete = self.num_complete_batches()
-        ends = self.num_batches is not None and num_complete >= self.num_batches
-        return self.schedule is None or ends or self.schedule.may_load(version, num_complete)
-
-    def admissible(self, family_name: str) -> int:
-        """Groups that may start now."""
-        family = self.families[family_name]
-        num_running = len(family.running)
-        return min(
-            family.config.max_concurrent_groups - num_running,
-            self.budget(family_name) + family.config.redundant_groups - self.accepted(family_name) - num_running,
-        )
-
-    def _is_full(self, family_name: str) -> bool:
-        """Redundant groups start only beside wanted ones, never once the wanted ones are all scored."""
-        return self.accepted(family_name) >= self.budget(family_name)
-
     def _admit(self, out: list[Decision]) -> None:
         """Start what may start, one group of each family in turn, so that no family waits behind another's burst."""
         progressed = True
         while progressed:
             progressed = False
             for name, family in self.families.items():
-                if self.admissible(name) <= 0 or self._is_full(name):
+                if self.admission.admissible(name) <= 0 or self.admission.is_full(name):
                     continue
                 progressed = True
                 self.book.start(family.waiting.popleft() if family.waiting else self._issue(name), out)
@@ -337,6 +274,11 @@ class StalenessGate:
         self.shares.fix(last_batch, checked_quotas(self.curriculum, last_batch, self.configured, success))
 
     # -- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The version the engines serve."""
+        return self.admission.version
 
     @property
     def next_batch(self) -> int:

@@ -206,7 +206,7 @@ def test_evaluation_is_played_first_and_apart_from_training():
         groups = await evaluation
         assert [len(group.members) for group in groups] == [1, 1, 1]
         assert len({group.seed_env for group in groups}) == 3
-        assert queue._gate.accepted("inline") == 0, "outside admission"
+        assert queue._gate.admission.accepted("inline") == 0, "outside admission"
         assert {a.split for a in worker.seen[3:]} == {"train"}
         await queue.close()
         return worker.seen[:3]

@@ -71,19 +71,19 @@ def test_the_next_batch_begins_when_one_is_complete_and_the_load_waits_for_it() 
     second = driver.starts[6:]
     assert len(second) == 6, "batch 1 is begun under version 0 before batch 0 is asked for"
     driver(BatchRequested(0))
-    assert not driver.gate.may_load(1)
+    assert not driver.gate.admission.may_load(1)
     finish(driver, second, 0)
-    assert driver.gate.may_load(1) and len(driver.starts) == 12, "batch 2 belongs to version 1"
+    assert driver.gate.admission.may_load(1) and len(driver.starts) == 12, "batch 2 belongs to version 1"
     driver(VersionLoaded(1))
     third = driver.starts[12:]
     assert len(third) == 6
     driver(BatchRequested(1))
     assert driver.batches[1].counters["lag/a"] == {"1": 2} and driver.batches[1].counters["lag/b"] == {"1": 4}
     finish(driver, third, 1)
-    assert driver.gate.may_load(2)
+    assert driver.gate.admission.may_load(2)
     driver(VersionLoaded(2))
     driver(BatchRequested(2))
-    assert driver.gate.may_load(3), "no batch comes after the last one, so its load waits for none"
+    assert driver.gate.admission.may_load(3), "no batch comes after the last one, so its load waits for none"
     assert len(driver.starts) == 18
 
 
@@ -101,11 +101,11 @@ def test_a_deterministic_batch_takes_nothing_from_an_engine_that_missed_a_switch
     driver(done(second, version=0))
     again = driver.take_starts()
     assert [(start.group_id, start.attempt) for start in again] == [("a-000003", 1)] * 2
-    assert not driver.gate.may_load(2)
+    assert not driver.gate.admission.may_load(2)
     driver(FirstSampled(again[0].trajectory_id, 0))
     assert [cancel.trajectory_id for cancel in driver.cancels] == [start.trajectory_id for start in again]
     finish(driver, driver.take_starts(), 1)
-    assert driver.gate.may_load(2)
+    assert driver.gate.admission.may_load(2)
     assert driver.gate.families["a"].counts["evicted_groups"] == 2
 
 
@@ -120,9 +120,9 @@ def test_a_resume_at_a_version_goes_on_in_the_same_schedule() -> None:
     assert [(s.group_id, s.member) for s in resumed.starts] == [("a-000002", 1)], "what was scored is kept"
     resumed(BatchRequested(1))
     assert resumed.batches[0].counters["lag/a"] == {"1": 2}
-    assert not resumed.gate.may_load(2)
+    assert not resumed.gate.admission.may_load(2)
     resumed(done(resumed.starts[0], version=1))
-    assert resumed.gate.may_load(2)
+    assert resumed.gate.admission.may_load(2)
 
 
 @settings(max_examples=20, deadline=None)
@@ -143,7 +143,7 @@ def test_every_trained_token_is_one_version_old_whatever_the_order_of_events(dat
         ]
         if trained == gate.next_batch and not gate.missing() and gate.next_batch == gate.version:
             possible.append(("take", None))
-        if gate.next_batch > gate.version and gate.may_load(gate.version + 1):
+        if gate.next_batch > gate.version and gate.admission.may_load(gate.version + 1):
             possible.append(("load", None))
         assert possible, "nothing runs, and nothing may be done about it"
         what, start = data.draw(st.sampled_from(possible))
@@ -182,7 +182,7 @@ def test_a_deterministic_batch_is_of_its_one_version_whatever_engines_and_driver
         possible = ["resume"] if rng.random() < 0.05 else []
         possible += ["finish"] * len(gate.seats)
         possible += ["take"] if not gate.missing() and gate.next_batch == gate.version else []
-        possible += ["load"] if gate.next_batch > gate.version and gate.may_load(gate.version + 1) else []
+        possible += ["load"] if gate.next_batch > gate.version and gate.admission.may_load(gate.version + 1) else []
         assert possible, "nothing runs, and nothing may be done about it"
         match rng.choice(possible):
             case "take":

@@ -104,7 +104,7 @@ def test_admission_is_bounded_per_family_in_groups():
     assert [g for g in driver.group_ids() if g.startswith("a")] == [f"a-{i:06d}" for i in range(4)]
     assert [g for g in driver.group_ids() if g.startswith("b")] == [f"b-{i:06d}" for i in range(6)]
     driver.play_all(0)
-    assert driver.gate.accepted("a") == 4 and driver.gate.admissible("a") == 0
+    assert driver.gate.admission.accepted("a") == 4 and driver.gate.admission.admissible("a") == 0
     driver(BatchRequested(0))
     assert not driver.starts, "taking a batch frees nothing: only a new version does"
     driver(VersionLoaded(1))
@@ -158,7 +158,7 @@ def test_resume_starts_without_a_burst():
     assert driver.group_ids()[0] == "a-000800", "the prompts of the trained batches are not issued again"
     driver.play_all(100)
     resumed = Driver({"a": family(8)}, state=json.loads(json.dumps(driver.gate.snapshot())), max_staleness=2)
-    assert resumed.group_ids() == [] and resumed.gate.accepted("a") == 824
+    assert resumed.group_ids() == [] and resumed.gate.admission.accepted("a") == 824
 
 
 def test_a_group_beyond_the_bound_is_evicted_whole_and_issued_again():
@@ -497,8 +497,10 @@ def test_what_is_owed_counts_for_admission():
     finish(driver, *(f"fast-{i:06d}" for i in range(4)), "slow-000001")
     driver(BatchRequested(0))
     gate = driver.gate
-    assert [gate.budget(name) for name in ("fast", "slow")] == [4, 4]
-    assert (gate.accepted("fast"), gate.accepted("slow")) == (4, 1), "trained and queued ones, whatever the quota"
+    assert [gate.admission.budget(name) for name in ("fast", "slow")] == [4, 4]
+    assert (gate.admission.accepted("fast"), gate.admission.accepted("slow")) == (4, 1), (
+        "trained and queued ones, whatever the quota"
+    )
     assert len(gate.families["slow"].running) == 3
     driver(VersionLoaded(1))
     assert len(gate.families["fast"].running) == 2 and len(gate.families["slow"].running) == 5
@@ -523,7 +525,7 @@ def test_a_late_group_that_is_too_old_is_evicted_and_its_place_stays_owed():
     driver(VersionLoaded(2))
     assert driver.gate.families["slow"].counts["evicted_groups"] == 1
     assert driver.gate.shares.families["slow"].owed == 1
-    assert (driver.gate.accepted("slow"), driver.gate.budget("slow")) == (3, 8)
+    assert (driver.gate.admission.accepted("slow"), driver.gate.admission.budget("slow")) == (3, 8)
     assert len(driver.gate.families["slow"].running) == 5, "the evicted prompt again, and four more"
 
 
@@ -534,7 +536,7 @@ def test_debts_survive_a_resume():
     driver(BatchRequested(0))
     state = json.loads(json.dumps(driver.gate.snapshot()))
     trained = Driver(families, state=state, version=1, max_staleness=1, share_window=3)
-    assert trained.gate.shares.families["slow"].owed == 1 and trained.gate.accepted("slow") == 1
+    assert trained.gate.shares.families["slow"].owed == 1 and trained.gate.admission.accepted("slow") == 1
     untrained = Driver(families, state=state, version=0, max_staleness=1, share_window=3)
     assert untrained.gate.shares.families["slow"].owed == 0
     untrained(BatchRequested(0))
