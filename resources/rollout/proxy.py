@@ -3,8 +3,7 @@
 Routing (routing.py): task family -> hardware class -> the engine that holds the trajectory's prefix, else the one with
 most free capacity (in a deterministic run: the one that its group's name implies). A class without a usable engine is
 served by its declared fallback classes, in order; every use is counted. A request whose engine fails goes to another
-one with the tokens already sampled (arXiv 2510.19225, section 4.2): prompt plus partial answer, fewer tokens left to
-sample, versions and log-probabilities joined.
+one with the tokens already sampled (continuation.py).
 
 With cross-policy sampling a request says whether it is a stale engine's. One that is goes to a current engine when no
 stale one is usable (counted). An engine computes what it does not hold of a history, so a change of engines is exact.
@@ -20,11 +19,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from resources.engines.base import FinishReason, GenerateRequest, Generation
+from resources.engines.base import GenerateRequest, Generation
 from resources.failures import EngineFailure
 from resources.rollout.config import RolloutConfig
+from resources.rollout.continuation import join_parts, remainder_of
 from resources.rollout.engine_link import Call, EngineLink, EngineLost
 from resources.rollout.routing import Routing
 
@@ -107,9 +105,9 @@ class LLMProxy:
         errors: list[str] = []
         tried: list[EngineLink] = []
         for attempt in range(self._config.max_engine_attempts):
-            remainder = _continue(request, parts, attempt)
+            remainder = remainder_of(request, parts, attempt)
             if remainder is None:
-                return _join(request, parts, "length")
+                return join_parts(request, parts, "length")
             link = await self._pick(hardware_class, request, tried)
             tried.append(link)
             try:
@@ -121,7 +119,7 @@ class LLMProxy:
                     generation = dataclasses.replace(generation, stale_tokens=len(generation.token_ids))
                 parts.append(generation)
                 if generation.error is None and generation.finish_reason != "abort":
-                    return _join(request, parts, generation.finish_reason) if attempt else dataclasses.replace(
+                    return join_parts(request, parts, generation.finish_reason) if attempt else dataclasses.replace(
                         generation, request_id=request.request_id
                     )  # fmt: skip
                 errors.append(f"engine {link.name}: {generation.error or 'aborted the request'}")
@@ -271,37 +269,3 @@ class LLMProxy:
                         f" ({watched.waited_s:.0f} s with suspensions)"
                     )
                 )
-
-
-def _continue(request: GenerateRequest, parts: list[Generation], attempt: int) -> GenerateRequest | None:
-    """What is left of a request after the tokens sampled so far; None when nothing is."""
-    sampled = [part.token_ids for part in parts if len(part.token_ids)]
-    num_left = request.sampling.max_new_tokens - sum(map(len, sampled))
-    if num_left <= 0 < request.sampling.max_new_tokens:
-        return None
-    return dataclasses.replace(
-        request,
-        request_id=f"{request.request_id}#{attempt}",
-        token_ids=np.concatenate([request.token_ids, *sampled]) if sampled else request.token_ids,
-        sampling=dataclasses.replace(request.sampling, max_new_tokens=num_left) if sampled else request.sampling,
-    )
-
-
-def _join(request: GenerateRequest, parts: list[Generation], finish_reason: FinishReason) -> Generation:
-    """One answer from the parts that several engines sampled."""
-    last = parts[-1]
-    return Generation(
-        request_id=request.request_id,
-        trajectory_id=request.trajectory_id,
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        versions=np.concatenate([part.versions for part in parts]),
-        finish_reason=finish_reason,
-        engine=last.engine,
-        hardware_class=last.hardware_class,
-        cached_tokens=parts[0].cached_tokens,
-        stale_tokens=sum(part.stale_tokens for part in parts),
-        queue_s=sum(part.queue_s for part in parts),
-        prefill_s=sum(part.prefill_s for part in parts),
-        decode_s=sum(part.decode_s for part in parts),
-    )
