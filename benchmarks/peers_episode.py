@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 
 from resources.environments.base import Environment, Message
@@ -61,7 +62,8 @@ class Episode:
     async def outcome(self, num_sampled_tokens: int = 0) -> Outcome:
         """Judge the episode and close it. An episode cut by the context limit is judged as it stands."""
         assert self._environment is not None, self.name
-        payload = self._environment.judgement()
+        judgement = self._environment.judgement()
+        payload = await judgement if inspect.isawaitable(judgement) else judgement
         reward, success, components = sum(self.turn_rewards), bool(self._success), self._components
         if payload is not None and self._scorer.runs == "pool":
             score = self._scorer.score(

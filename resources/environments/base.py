@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
@@ -61,9 +62,9 @@ class Environment(Protocol):
 
     async def close(self) -> None: ...
 
-    def judgement(self) -> dict[str, Any] | None:
+    def judgement(self) -> dict[str, Any] | Awaitable[dict[str, Any] | None] | None:
         """JSON-able payload for a scorer on the reward pool, once the episode is over; None: the outcome is inline.
-        A coroutine is awaited."""
+        May be a coroutine."""
         ...
 
 

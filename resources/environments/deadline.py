@@ -81,9 +81,18 @@ class DeadlineEnvironment:
             return
         await self._call("close", self._step_deadline_s, close)
 
-    def judgement(self) -> dict[str, Any] | None:
+    async def judgement(self) -> dict[str, Any] | None:
+        """What the environment gives a scorer, within the step's deadline; None without a ``judgement``."""
         judgement = getattr(self.inner, "judgement", None)
-        return None if judgement is None else judgement()
+        if judgement is None:
+            return None
+        payload = await self._call("judgement", self._step_deadline_s, judgement)
+        if payload is not None and not isinstance(payload, dict):
+            raise EnvironmentFailure(
+                f"{self._family}: judgement returned {type(payload).__name__}; it must be a dict for the scorer, or "
+                "None"
+            )
+        return payload
 
     async def _call(self, name: str, deadline_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
         future, in_thread = self._start(name, function, arguments)

@@ -4,6 +4,7 @@ benchmark."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 from dataclasses import dataclass
 from typing import Literal
@@ -64,7 +65,8 @@ async def noisy_expert_episode(
 
 async def _score(scorer: ResolvedScorer, environment: Environment, config: FamilyConfig, family: str) -> Score:
     """The verdict that the reward pool would give, worked out here."""
-    payload = environment.judgement()
+    judgement = environment.judgement()
+    payload = await judgement if inspect.isawaitable(judgement) else judgement
     if payload is None:
         raise ValueError(
             f"{family}: the scorer {scorer.name!r} runs on the reward pool, but {config.environment!r} has no "

@@ -2,7 +2,8 @@
 
 | who waits      | for what                     | until, at the latest                                             |
 |----------------|------------------------------|------------------------------------------------------------------|
-| the trajectory | its environment              | the family's ``reset_deadline_s`` and ``step_deadline_s``        |
+| the trajectory | its environment              | the family's ``reset_deadline_s`` and ``step_deadline_s`` (which |
+|                |                              | bounds its ``judgement`` too)                                    |
 | the trajectory | an engine                    | the proxy's deadlines (suspensions are waited out)               |
 | the trajectory | others, with batch stepping  | their deadlines (`stepping`)                                     |
 | nobody         | the environment's ``close``  | it runs on beside, within ``close_deadline_s``                   |
@@ -43,7 +44,7 @@ class EnvManager:
         self._failure: RollartError | None = None
         self._cancelled_as: Termination | None = None
         self._handed_back = ""
-        self._is_over = False
+        self._is_judged = self._is_over = False
         self._task: asyncio.Task[Any] | None = None
 
     @property
@@ -53,6 +54,8 @@ class EnvManager:
         match self.stage:
             case "environment" if not self._record.prompt_length:
                 return f"reset of environment {self._config.environment!r}"
+            case "environment" if self._is_judged:
+                return f"judgement of environment {self._config.environment!r}"
             case "environment":
                 return f"step {number - 1} of environment {self._config.environment!r}"
             case "engine":
@@ -199,12 +202,12 @@ class EnvManager:
         return outcome
 
     async def _end(self, termination: Termination, *, truncated: bool) -> None:
-        self._ending = Ending(termination, truncated)
         if self._record.success is None and truncated:
             self._record.success = False
         assert self._environment is not None
+        self._is_judged = True
         try:
-            judgement: Any = self._environment.judgement()
+            judgement = self._environment.judgement()
             self.judgement = await judgement if inspect.isawaitable(judgement) else judgement
         except RollartError:
             raise  # it names its boundary already
@@ -217,6 +220,7 @@ class EnvManager:
                 "num_invalid_actions": sum(turn.invalid_action for turn in self._record.turns),
                 **self.judgement,
             }
+        self._ending = Ending(termination, truncated)  # one that is cancelled before has none
 
     def _let_go(self) -> None:
         """Free the engine's memory of this trajectory, and close the environment beside: nobody waits for it."""

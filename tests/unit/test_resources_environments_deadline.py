@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -148,6 +149,41 @@ def test_a_blocking_call_that_hangs_keeps_its_thread_and_nothing_else() -> None:
         assert await asyncio.to_thread(hanging.closed.wait, 20)
 
     asyncio.run(main())
+
+
+def test_a_blocking_judgement_has_the_step_s_deadline_and_leaves_the_loop_alone() -> None:
+    class Judging(Blocking):
+        def judgement(self) -> dict[str, Any]:
+            self.threads.append(threading.current_thread().name)
+            assert self.gate.wait(30)
+            return {"answer": "4"}
+
+    async def main() -> None:
+        threads, inner = DaemonThreads(2), Judging()
+        with pytest.raises(EnvironmentFailure, match=r"mine: judgement did not return within 0.05 s"):
+            await wrap(inner, deadline_s=0.05, threads=threads).judgement()
+        assert threads.num_abandoned == 1 and inner.threads != [threading.current_thread().name]
+        inner.gate.set()
+        assert await wrap(inner, threads=threads).judgement() == {"answer": "4"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "payload, told",
+    [
+        (["4"], r"mine: judgement returned list; it must be a dict"),
+        (KeyError("answer"), r"mine: judgement raised KeyError: 'answer'"),
+    ],
+)
+def test_a_judgement_that_no_scorer_could_read_is_a_failure(payload: Any, told: str) -> None:
+    class Judging(Scripted):
+        async def judgement(self) -> Any:
+            if isinstance(payload, Exception):
+                raise payload
+            return payload
+
+    assert re.match(told, str(failure_of(wrap(Judging()).judgement)))
 
 
 class BlockingInClose(Blocking):

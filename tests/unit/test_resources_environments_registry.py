@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from resources.environments.base import Message, ScriptedExpert, StepOutcome
+from resources.environments.deadline import DeadlineEnvironment
 from resources.environments.family import FamilyConfig
 from resources.environments.instances import BUILT_IN
 from resources.environments.registry import make_environment, quickstart_families
@@ -53,6 +54,11 @@ class WithoutTurns(Minimal):
     max_turns: Any = 0
 
 
+def wrapped(environment: object) -> DeadlineEnvironment:
+    assert isinstance(environment, DeadlineEnvironment)
+    return environment
+
+
 class FailingConstructor(Minimal):
     def __init__(self) -> None:
         raise OSError("no data here")
@@ -69,7 +75,7 @@ def test_an_import_path_with_arguments_makes_an_environment() -> None:
     assert (environment.env_version, environment.max_turns) == ("3", 2)
     assert asyncio.run(environment.reset(4)) == [{"role": "user", "content": "hi 4"}]
     assert asyncio.run(environment.step("x")).success
-    assert environment.judgement() is None
+    assert asyncio.run(wrapped(environment).judgement()) is None
     asyncio.run(environment.close())
     assert not isinstance(environment, ScriptedExpert)
 

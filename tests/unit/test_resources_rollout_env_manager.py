@@ -362,6 +362,31 @@ def test_cancelling_stops_at_once_and_keeps_what_was_played(waits_for):
     assert stage.generator.released == ["run/echo-000000/0/0"]
 
 
+class SlowlyJudgedEnvironment(EchoEnvironment):
+    async def judgement(self):
+        await asyncio.sleep(3600)
+
+
+def test_cancelling_while_it_is_judged_leaves_neither_reward_nor_success():
+    """The episode is over, but what a scorer needs of it is not there: it must not pass for one that ended well."""
+    environment = SlowlyJudgedEnvironment()
+    stage = Stage(("win", "stop", 0), environment=environment)
+
+    async def main():
+        playing = asyncio.create_task(stage.manager.play())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert stage.manager.waits_for == "judgement of environment 'echo'"
+        stage.manager.cancel("cancelled_redundant")
+        trajectory = await playing
+        await asyncio.sleep(0)
+        return trajectory
+
+    t = asyncio.run(main())
+    assert (t.termination, t.failure_class) == ("cancelled_redundant", FailureClass.CANCELLED)
+    assert (t.reward, t.success) == (None, None) and environment.closed
+
+
 def test_cancelling_before_the_first_step_and_after_the_end():
     stage = Stage(("win", "stop", 0))
     stage.manager.cancel("preempted")
