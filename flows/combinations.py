@@ -146,10 +146,12 @@ def _check_cross_policy(config: RunConfig) -> None:
     if config.training.backend == "simulated":
         return
     for where, each in config.training.algorithms_of(config.families).items():
-        if not each.corrections and not each.loss.reads_behaviour:
+        corrections = [one.name for one in each.corrections if one.name != "staleness_mask" or not one.max_staleness]
+        if not corrections and not each.loss.reads_behaviour:
             raise ValueError(
                 f"rollout.cross_policy is set, but {where}.loss (name {each.loss.name!r}, ratio_to "
-                f"{each.loss.ratio_to!r}) takes every token for the learner's own, and its corrections are empty: "
+                f"{each.loss.ratio_to!r}) takes every token for the learner's own, and its corrections "
+                f"{'leave older tokens as they are' if each.corrections else 'are empty'}: "
                 "tokens of stale engines would count wrongly; set its ratio_to to 'behaviour' with a loss that has a "
                 "ratio, or its corrections to [{name: truncated_weight}]"
             )

@@ -12,7 +12,7 @@ from flows.combinations import check_combinations
 from flows.config import RunConfig, with_overrides
 from resources.environments.registry import make_environment
 from resources.object_store import ObjectStore
-from resources.policy.directory import check_policy_directory
+from resources.policy.directory import check_policy_directory, read_model_config
 from resources.policy.tokenizer_only import check_tokenizer_directory
 from resources.rewards.liveness import RUN_DRIVER, RunHeartbeat, has_driver
 from resources.rewards.scorers.registry import resolve_scorer
@@ -30,6 +30,7 @@ from resources.runs import (
     resume_point,
 )
 from resources.trajectories.batch import batch_key, batch_versions
+from tasks.training.requirements import check_own_parts
 
 MUST_MATCH = ("seed", "families", "policy", "warm_start")
 """What a resumed run keeps: other data or another model would be another run."""
@@ -57,6 +58,26 @@ def check_inputs(config: RunConfig) -> None:
         except ValueError as error:
             raise ValueError(f"families.{name}: {error}") from error
     check_combinations(config)
+    check_own_parts(config.training, config.families)
+    _check_reference(config)
+
+
+def _check_reference(config: RunConfig) -> None:
+    """The reference scores the policy's own ids."""
+    reference = config.training.reference
+    if reference is None or reference.model_directory is None:
+        return
+    where, of_policy = "training.reference.model_directory", config.policy.model_directory
+    try:
+        size = read_model_config(reference.model_directory).get("vocab_size")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    expected = None if of_policy is None else read_model_config(of_policy).get("vocab_size")
+    if None not in (size, expected) and size != expected:
+        raise ValueError(
+            f"{where} is {reference.model_directory!r}, whose vocabulary holds {size} tokens, and that of "
+            f"policy.model_directory {expected}; give a model with the policy's tokenizer"
+        )
 
 
 def needs_reward_pool(config: RunConfig) -> bool:

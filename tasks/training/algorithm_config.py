@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -11,6 +13,13 @@ from tasks.training.plugins import CORRECTIONS, ESTIMATORS, LOSSES, check_name
 WeightLevel = Literal["token", "sequence_sum", "sequence_mean"]
 """One weight per token, or one per sequence: from the sum of its tokens' log-ratios (the exact importance weight; it
 leaves 1 quickly on long sequences), or from their mean (the geometric mean per token)."""
+
+WEIGHT_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "truncated_weight": (0.0, 2.0),
+    "masked_weight": (0.5, 5.0),
+    "ratio_mask": (0.5, 5.0),
+}
+"""Lower and upper bound of each correction's weight, where the configuration names none."""
 
 
 class AdvantageConfig(BaseModel):
@@ -70,8 +79,8 @@ class LossConfig(BaseModel):
     clip_high: float | None = Field(default=None, ge=0)
     """Ratios above 1 + clip_high are clipped. None: the loss's own (0.28; ``gspo`` 4e-4; ``tis`` and ``topr`` 0)."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """``ppo_clip`` and ``decoupled``: with a negative advantage the ratio counts at most this much (dual clip). None:
-    no such bound."""
+    """``ppo_clip``, ``decoupled`` and ``gspo``: with a negative advantage the ratio counts at most this much (dual
+    clip). None: no such bound."""
     behaviour_weight_cap: float = Field(default=2.0, gt=0)
     """``decoupled`` only: the weight proximal / behaviour is truncated to at most this."""
     behaviour_weight_level: WeightLevel = "token"
@@ -151,11 +160,17 @@ class CorrectionConfig(BaseModel):
 
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> CorrectionConfig:
-        if self.low is not None and self.high is not None and self.low >= self.high:
+        low, high = self.bounds(*WEIGHT_BOUNDS.get(self.name, (0.0, math.inf)))
+        if low >= high:
             raise ValueError(
-                f"training.corrections: {self.name} has low {self.low} and high {self.high}; low must be below high"
+                f"training.corrections: {self.name} has low {low} and high {high}; low must be below high"
+                + (", and what is not given is the correction's own" if None in (self.low, self.high) else "")
             )
         return self
+
+    def bounds(self, low: float, high: float) -> tuple[float, float]:
+        """(low, high), or the correction's own where they are not given."""
+        return low if self.low is None else self.low, high if self.high is None else self.high
 
 
 class CriticConfig(BaseModel):
@@ -199,3 +214,8 @@ class AlgorithmSections(NamedTuple):
     loss: LossConfig
     corrections: tuple[CorrectionConfig, ...]
     kl: KLConfig
+
+    @property
+    def may_need_reference(self) -> bool:
+        """Whether a KL term, or a class of one's own, may ask for the reference policy."""
+        return self.kl.coefficient > 0 or ":" in self.loss.name or ":" in self.advantage.estimator

@@ -15,7 +15,7 @@ from tasks.training.algorithm_config import AdvantageConfig, AlgorithmSections, 
 from tasks.training.config import TrainingConfig
 from tasks.training.corrections.base import Correction
 from tasks.training.losses.base import Loss
-from tasks.training.plugins import CORRECTIONS, ESTIMATORS, LOSSES, resolve
+from tasks.training.plugins import CORRECTIONS, ESTIMATORS, LOSSES, build
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,19 @@ class Algorithms:
     def __init__(self, config: TrainingConfig) -> None:
         built: dict[str, Algorithm] = {}
 
-        def build(where: str, sections: AlgorithmSections) -> Algorithm:
+        def built_once(where: str, sections: AlgorithmSections) -> Algorithm:
             # Families of one configuration share one algorithm, so that their batch statistics are taken together.
             key = repr(sections)
             if key not in built:
                 advantage, loss, corrections, kl = sections
                 built[key] = Algorithm(
                     advantage,
-                    resolve("training.advantage.estimator", advantage.estimator, ESTIMATORS)(advantage),
-                    resolve("training.loss.name", loss.name, LOSSES)(loss),
-                    tuple(resolve("training.corrections.name", each.name, CORRECTIONS)(each) for each in corrections),
+                    build(f"{where}.advantage.estimator", advantage.estimator, ESTIMATORS, advantage, "estimate"),
+                    build(f"{where}.loss.name", loss.name, LOSSES, loss, "needs_proximal", "token_losses"),
+                    tuple(
+                        build(f"{where}.corrections", each.name, CORRECTIONS, each, "needs_proximal", "weights")
+                        for each in corrections
+                    ),
                     corrections,
                     kl,
                     loss.entropy_coefficient,
@@ -87,7 +90,7 @@ class Algorithms:
                     _check_streams(where, built[key])
             return built[key]
 
-        of = {where: build(where, sections) for where, sections in config.algorithms_of().items()}
+        of = {where: built_once(where, sections) for where, sections in config.algorithms_of().items()}
         self._default = of["training"]
         self._of_family = {name: of[f"training.families.{name}"] for name in config.families}
         self.all: tuple[Algorithm, ...] = tuple(built.values())
@@ -129,6 +132,7 @@ class Algorithms:
         for algorithm, places in self.by_algorithm([row.family for row in rows]):
             part = _take(inputs, places)
             estimated = algorithm.estimator.estimate(part)
+            _check_advantages(algorithm.advantage.estimator, part, estimated)
             normalised = _normalise(part, estimated, algorithm.advantage.normalisation)
             for number, place in enumerate(places):
                 values[place] = normalised[number]
@@ -148,6 +152,27 @@ class Algorithms:
             num_rollouts=num_rollouts,
             returns_RT=returns if any(each is not None for each in returns) else None,
         )
+
+
+def _check_advantages(name: str, inputs: AdvantageInputs, advantages: Advantages) -> None:
+    """One finite number for each token: numpy would spread anything else over the batch in silence."""
+    expected = [(len(row.token_ids),) for row in inputs.rows]
+    shapes = [np.shape(values) for values in advantages.values_RT]
+    if shapes != expected or len(advantages.excluded_R) != len(expected):
+        wrong = next((pair for pair in zip(shapes, expected, strict=False) if pair[0] != pair[1]), None)
+        told = f"an array of shape {wrong[0]} for a row of shape {wrong[1]}" if wrong else f"{len(shapes)} arrays"
+        raise ValueError(
+            f"estimator {name!r} gave {told}; it must give, for each of {len(expected)} rows, one number a token and "
+            "why it is excluded, or None"
+        )
+    for row, values, mask, cause in zip(
+        inputs.rows, advantages.values_RT, inputs.trainable_RT, advantages.excluded_R, strict=True
+    ):
+        if cause is None and not np.isfinite(values[mask]).all():
+            raise ValueError(
+                f"estimator {name!r} gave an advantage that is NaN or infinite for trajectory {row.trajectory_id} "
+                f"({row.family}), whose reward is {row.reward}"
+            )
 
 
 def _normalise(inputs: AdvantageInputs, advantages: Advantages, normalisation: str) -> list[np.ndarray]:

@@ -42,6 +42,12 @@ def correction_weights(
         total_N = torch.ones_like(staleness_N, dtype=torch.float32)
         for correction, name in zip(algorithm.corrections, algorithm.correction_names, strict=True):
             weights_N = correction.weights(inputs)
+            if weights_N.shape != staleness_N.shape or not (torch.isfinite(weights_N) & (weights_N >= 0)).all():
+                raise ValueError(
+                    f"correction {name!r} gave weights of shape {tuple(weights_N.shape)} for {len(staleness_N)} "
+                    "tokens, or one that is negative, NaN or infinite; it must give a finite weight of at least 0 for "
+                    "each"
+                )
             masked[name] += int(((total_N > 0) & (weights_N == 0)).sum())
             total_N = total_N * weights_N
         weights.update(zip(rows, total_N.split(counts), strict=True))

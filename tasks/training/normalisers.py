@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from tasks.training.config import TrainingConfig
-from tasks.training.plugins import NORMALISERS, resolve
+from tasks.training.plugins import NORMALISERS, check_takes, resolve
 
 Normaliser = Callable[[np.ndarray, Sequence[str], int], np.ndarray]
 """(trained tokens of each row, int [R], all > 0; family of each row [R]; number of families of the update) -> weight of
@@ -53,6 +53,8 @@ def fixed_length(
 def build_normaliser(config: TrainingConfig) -> Normaliser:
     """The configured denominator, times the weights of families. Raises ValueError for one that cannot be found."""
     normalise: Normaliser = resolve("training.normaliser", config.normaliser, NORMALISERS)
+    if config.normaliser not in NORMALISERS:
+        check_takes(f"training.normaliser is {config.normaliser!r}, which", normalise, 3)
     if config.normaliser == "fixed_length":
         assert config.fixed_length_tokens is not None, "the configuration asks for it"
         normalise = partial(fixed_length, num_tokens=config.fixed_length_tokens)

@@ -55,6 +55,13 @@ class Objective:
 def algorithm_losses(algorithm: Algorithm, inputs: LossInputs, weights_N: torch.Tensor | None) -> TokenLosses:
     """Losses of tokens that share one algorithm."""
     losses = algorithm.loss.token_losses(inputs)
+    expected = inputs.current_logprobs_N.shape
+    for name in ("values_N", "ratio_N", "clipped_N"):
+        if (shape := getattr(losses, name).shape) != expected:  # torch would broadcast it in silence
+            raise ValueError(
+                f"loss {type(algorithm.loss).__name__} gave {name} of shape {tuple(shape)} for {expected[0]} tokens; "
+                f"it must be of shape {tuple(expected)}"
+            )
     values_N = losses.values_N
     sums = dict(losses.sums)
     if weights_N is not None:

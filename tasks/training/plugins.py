@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 ESTIMATORS: Mapping[str, str] = {
@@ -58,7 +59,7 @@ def check_name(setting: str, name: str, built_in: Mapping[str, str]) -> str:
         ValueError: naming the setting, the value and what is allowed.
     """
     module, colon, attribute = name.partition(":")
-    if name in built_in or (colon and module and attribute.isidentifier()):
+    if name in built_in or (colon and all(part.isidentifier() for part in (*module.split("."), attribute))):
         return name
     raise ValueError(f"{setting} is {name!r}; allowed: {', '.join(built_in)}, or an import path package.module:Name")
 
@@ -78,6 +79,53 @@ def resolve(setting: str, name: str, built_in: Mapping[str, str]) -> Any:
             f"{setting} is {name!r}, but module {error.name!r} is not importable; install it on every worker, "
             "or correct the path"
         ) from error
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(
+            f"{setting} is {name!r}, but importing module {module_name!r} raised {type(error).__name__}: {error}; "
+            "correct the module"
+        ) from error
     if not hasattr(module, attribute):
-        raise ValueError(f"{setting} is {name!r}, but {module_name} has no {attribute!r}")
+        raise ValueError(f"{setting} is {name!r}, but {module_name} has no {attribute!r}; correct the path")
     return getattr(module, attribute)
+
+
+def build(setting: str, name: str, built_in: Mapping[str, str], config: object, *members: str) -> Any:
+    """An object of the class that a built-in name or an import path names, made with its section.
+
+    Args:
+        members: what it must have: methods that take one argument, and ``needs_proximal``.
+
+    Raises:
+        ValueError: naming the setting, when it cannot be made, or lacks a member.
+    """
+    made = resolve(setting, name, built_in)
+    if name in built_in:
+        return made(config)
+    if not isinstance(made, type):
+        raise ValueError(f"{setting} is {name!r}, which is no class but of type {type(made).__name__}; name a class")
+    try:
+        part = made(config)
+    except Exception as error:
+        raise ValueError(
+            f"{setting} is {name!r}, whose constructor raised {type(error).__name__}: {error}; it is called with the "
+            "section of the configuration that names it, and what it needs beyond is the section's `arguments`"
+        ) from error
+    for member in members:
+        if not hasattr(part, member):
+            raise ValueError(f"{setting} is {name!r}, which has no {member!r}; it must have {' and '.join(members)}")
+        if callable(value := getattr(part, member)):
+            check_takes(f"{setting} is {name!r}, whose {member}", value, 1)
+    return part
+
+
+def check_takes(whose: str, function: Callable[..., Any], number: int) -> None:
+    """Raises ValueError unless it is a function that can be called with so many positional arguments."""
+    if not callable(function):
+        raise ValueError(f"{whose} is no function but of type {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(*range(number))
+    except TypeError as error:
+        raise ValueError(
+            f"{whose} does not take {number} positional argument{'s' if number > 1 else ''} ({error}); see "
+            "docs/algorithms.md, 'Your own'"
+        ) from error

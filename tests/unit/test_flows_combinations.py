@@ -109,6 +109,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**CROSS, **TWO_ENGINES, "training.loss.ratio_to": "proximal"},
         r"'ppo_clip', ratio_to 'proximal'\) takes every token for the learner's own",
     ),
+    "stale tokens under a mask that lets them through": (
+        {
+            **CROSS,
+            **TWO_ENGINES,
+            **UNCORRECTED,
+            "training.corrections": [{"name": "staleness_mask", "max_staleness": 9}],
+        },
+        r"'policy_gradient'.* corrections leave older tokens as they are: .*truncated_weight",
+    ),
     "stale tokens under the loss of one family": (
         {
             **CROSS,
@@ -140,7 +149,14 @@ def test_what_works_is_let_through() -> None:
     check_combinations(with_overrides(RunConfig(), {"deterministic": True}))
     crossing = {**CROSS, **TWO_ENGINES}
     corrected = {**UNCORRECTED, "training.corrections": [{"name": "truncated_weight"}]}
-    for algorithm in ({}, corrected, {"training.loss.name": "decoupled"}, {"training.loss.name": "my.package:Loss"}):
+    masked = {**UNCORRECTED, "training.corrections": [{"name": "staleness_mask"}]}  # no stale turn is trained at all
+    for algorithm in (
+        {},
+        corrected,
+        masked,
+        {"training.loss.name": "decoupled"},
+        {"training.loss.name": "my.package:Loss"},
+    ):
         check_combinations(with_overrides(RunConfig(), {**crossing, **algorithm}))
     served_by_one = {"pools.classes.compute.num_workers": 0, "pools.classes.bandwidth.num_workers": 2, **CROSS}
     check_combinations(with_overrides(RunConfig(), served_by_one))

@@ -154,7 +154,7 @@ def test_loss_and_gradient_do_not_depend_on_split_or_packing(
     """Every loss and denominator, alone and beside another family's, in one micro-batch and in many, packed and
     padded."""
     if corrections is WEIGHTS:
-        loss = loss.model_copy(update={"name": "policy_gradient"})
+        loss = LossConfig(name="policy_gradient", ratio_to=loss.ratio_to)
     rows = random_rows(seed, lengths, ["maze" if i % 3 else "sums" for i in range(len(lengths))])
     results = []
     for max_tokens, used, used_layout in (
@@ -163,7 +163,7 @@ def test_loss_and_gradient_do_not_depend_on_split_or_packing(
     ):
         config = {
             "normaliser": normaliser,
-            "fixed_length_tokens": 16,
+            "fixed_length_tokens": 16 if normaliser == "fixed_length" else None,
             "max_tokens_per_microbatch": max_tokens,
             "layout": used_layout,
             "loss": loss,

@@ -96,12 +96,13 @@ def test_a_streamed_gradient_is_that_of_the_whole_batch(
     model: PreTrainedModel, lengths, normaliser, loss, other_loss, correction, level, budget, seed, data
 ) -> None:
     """Every loss, denominator and correction, for rows that arrive in any order and in any parts."""
+    level = "token" if correction == "staleness_mask" else level
     corrections = () if correction is None else (CorrectionConfig(name=correction, level=level),)
     if corrections and "weight" in str(correction):
         loss, other_loss = LossConfig(name="policy_gradient"), None
     changes: dict[str, Any] = {
         "normaliser": normaliser,
-        "fixed_length_tokens": 16,
+        "fixed_length_tokens": 16 if normaliser == "fixed_length" else None,
         "loss": loss,
         "corrections": corrections,
         "families": {"sums": FamilyTrainingConfig(loss=other_loss, weight=2.0)},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from tasks.training.algorithm_config import CorrectionConfig, WeightLevel
+from tasks.training.algorithm_config import WEIGHT_BOUNDS, CorrectionConfig, WeightLevel
 from tasks.training.corrections.base import CorrectionInputs
 from tasks.training.losses.ratios import behaviour_weights
 
@@ -18,17 +18,11 @@ class TruncatedWeight:
     """clamp(w, low, high); by default at most 2."""
 
     needs_proximal = True
-    default_bounds = (0.0, 2.0)
+    default_bounds = WEIGHT_BOUNDS["truncated_weight"]
 
     def __init__(self, config: CorrectionConfig) -> None:
         self.level: WeightLevel = config.level
-        low, high = self.default_bounds
-        self.low = low if config.low is None else config.low
-        self.high = high if config.high is None else config.high
-        if self.low >= self.high:
-            raise ValueError(
-                f"training.corrections: {config.name} has low {self.low} and high {self.high}; low must be below high"
-            )
+        self.low, self.high = config.bounds(*self.default_bounds)
 
     def weights(self, inputs: CorrectionInputs) -> torch.Tensor:
         return self._ratio(inputs).clamp(self.low, self.high)
@@ -44,7 +38,7 @@ class TruncatedWeight:
 class MaskedWeight(TruncatedWeight):
     """w where low <= w <= high, 0 elsewhere; by default 0.5 to 5."""
 
-    default_bounds = (0.5, 5.0)
+    default_bounds = WEIGHT_BOUNDS["masked_weight"]
 
     def weights(self, inputs: CorrectionInputs) -> torch.Tensor:
         ratio_N = self._ratio(inputs)
@@ -54,7 +48,7 @@ class MaskedWeight(TruncatedWeight):
 class RatioMask(TruncatedWeight):
     """1 where low <= w <= high, 0 elsewhere; by default 0.5 to 5."""
 
-    default_bounds = (0.5, 5.0)
+    default_bounds = WEIGHT_BOUNDS["ratio_mask"]
 
     def weights(self, inputs: CorrectionInputs) -> torch.Tensor:
         return self._is_inside(self._ratio(inputs)).float()
