@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.record import headline_number, record
 from benchmarks.resumable_runs import QUICKSTART, RunFile, train_missing
+from benchmarks.staleness_cost import PairedDifference, paired_difference
 from flows.config import load_run_file
 from tasks.training.config import TrainingConfig
 
@@ -58,7 +59,8 @@ def training_of(cell: str, base: TrainingConfig) -> TrainingConfig:
 
 
 def summarise_cells(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) -> list[dict[str, Any]]:
-    """One row a cell: mean and lowest final success over seeds, and collapses, by staleness."""
+    """One row a cell, by staleness: mean and lowest final success over seeds, the difference to the default (95 %
+    interval over paired seeds), and collapses."""
     rows = []
     for cell in CELLS:
         row: dict[str, Any] = {"algorithm": cell}
@@ -69,6 +71,9 @@ def summarise_cells(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) ->
                 row |= {
                     f"success, alpha {alpha}": statistics.mean(finals),
                     f"lowest, alpha {alpha}": min(finals),
+                    f"beside default, alpha {alpha}": interval_text(found)
+                    if (found := beside_default(runs, cell, alpha))
+                    else "",
                     f"collapses, alpha {alpha}": f"{sum(run['collapsed'] for run in done)} of {len(done)}",
                 }
         if len(row) > 1:
@@ -94,26 +99,41 @@ def headline_of(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) -> dic
     return headline
 
 
+def beside_default(runs: Sequence[Mapping[str, Any]], cell: str, alpha: int) -> PairedDifference | None:
+    """Final success of the cell less the default's, seed by seed; None with fewer than two seeds that both have."""
+    own, default = (
+        {run["seed"]: run["final_success"] for run in runs if run["cell"] == name and run["alpha"] == alpha}
+        for name in (cell, DEFAULT)
+    )
+    seeds = sorted(own.keys() & default.keys())
+    if cell == DEFAULT or len(seeds) < 2:
+        return None
+    return paired_difference([own[seed] for seed in seeds], [default[seed] for seed in seeds])
+
+
+def interval_text(difference: PairedDifference) -> str:
+    return f"{difference.mean:+.3f}, {difference.low:+.3f} to {difference.high:+.3f}"
+
+
 def advice(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) -> str:
-    """Which cells the figures support: no collapse, and a mean within one standard error of the best. A cell with a
-    single seed says nothing."""
+    """Which default the figures support, by staleness: the cells whose 95 % interval beside the default leaves 0 out. A
+    cell with a collapsed run is never above it."""
     sentences = []
     for alpha in alphas:
-        by_cell = {cell: [run for run in runs if run["cell"] == cell and run["alpha"] == alpha] for cell in CELLS}
-        stable = {
-            cell: done for cell, done in by_cell.items() if len(done) > 1 and not any(run["collapsed"] for run in done)
-        }
-        if not stable:
+        compared = {cell: found for cell in CELLS if (found := beside_default(runs, cell, alpha))}
+        if not compared:
             continue
-        means = {cell: statistics.mean(run["final_success"] for run in done) for cell, done in stable.items()}
-        best = max(means, key=lambda cell: means[cell])
-        finals = [run["final_success"] for run in stable[best]]
-        error = statistics.stdev(finals) / len(finals) ** 0.5
-        level = [cell for cell, mean in means.items() if mean >= means[best] - error]
-        verdict = "among them" if DEFAULT in level else "not among them"
+        unstable = {run["cell"] for run in runs if run["alpha"] == alpha and run["collapsed"]}
+        above = [cell for cell, found in compared.items() if (found.low or 0.0) > 0 and cell not in unstable]
+        below = [cell for cell, found in compared.items() if (found.high or 0.0) < 0]
+        described = [
+            f"{side} the default: "
+            + ("; ".join(f"{cell} ({interval_text(compared[cell])})" for cell in cells) or "none")
+            for side, cells in (("above", above), ("below", below))
+        ]
         sentences.append(
-            f"alpha {alpha}: best {best} ({means[best]:.3f}); within its standard error {error:.3f}: "
-            f"{', '.join(level)}; the default is {verdict}"
+            f"alpha {alpha}: {', '.join(described)}; collapsed: {', '.join(sorted(unstable)) or 'none'}; no difference "
+            f"shown for {len(compared) - len(above) - len(below)} of {len(compared)}"
         )
     return ". ".join(sentences)
 
@@ -137,15 +157,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train_missing(
             wanted, lambda cell: training_of(cell, config.training), config, options.updates, options.episodes, runs
         )
-    done = [run for run in runs.rows() if (run["cell"], run["alpha"], run["seed"]) in wanted]
-    missing = len(wanted) - len(done)
+    # Whatever there is of these cells is counted: those that a decision hangs on may have been given more seeds.
+    done = [run for run in runs.rows() if run["cell"] in options.cells and run["alpha"] in options.alphas]
+    missing = len(set(wanted) - {(run["cell"], run["alpha"], run["seed"]) for run in done})
     record(
         "algorithms",
         summarise_cells(done, options.alphas),
         headline_of(done, options.alphas),
-        notes=f"{options.updates} updates, seeds {options.seeds}, held-out {options.episodes} episodes a family; "
-        f"{len(done)} of {len(wanted)} runs. {advice(done, options.alphas)}"
-        + (f". {missing} runs are missing: run the command again" if missing else ""),
+        notes=f"{options.updates} updates, held-out {options.episodes} episodes a family, {len(done)} runs; each "
+        "cell's number of seeds stands beside its collapses. 95 % intervals: one of twenty misses by chance. "
+        f"{advice(done, options.alphas)}" + (f". {missing} runs are missing: run the command again" if missing else ""),
     )
 
 

@@ -44,14 +44,27 @@ def test_rows_are_means_over_seeds_and_count_collapses() -> None:
     assert headline_of(RUNS, [0, 2]).keys() == {"default_success_alpha_0", "best_success_alpha_0"}
 
 
-def test_a_cell_that_collapsed_is_never_advised() -> None:
-    collapsed = [run("kimi", seed, 0.9, collapsed=seed == 1) for seed in range(2)]
-    assert "best tis" in advice([run("tis", 0, 0.82), run("tis", 1, 0.81), *collapsed, run(DEFAULT, 0, 0.99)], [0, 2])
-    assert advice(RUNS[2:], [0]) == "", "one seed says nothing"
-    level = [run(DEFAULT, 0, 0.8), run(DEFAULT, 1, 0.8), run("tis", 0, 0.9), run("tis", 1, 0.72)]
-    assert advice(level, [0]) == (
-        f"alpha 0: best tis (0.810); within its standard error 0.090: {DEFAULT}, tis; the default is among them"
+def test_advice_is_by_the_interval_over_paired_seeds() -> None:
+    def runs_of(cell: str, *finals: float, collapsed: bool = False) -> list[dict[str, Any]]:
+        return [run(cell, seed, final, collapsed=collapsed) for seed, final in enumerate(finals)]
+
+    runs = [
+        *runs_of(DEFAULT, 0.80, 0.70, 0.75),
+        *runs_of("gspo", 0.90, 0.80, 0.86),
+        *runs_of("kimi", 0.90, 0.80, 0.86, collapsed=True),
+        *runs_of("tis", 0.60, 0.50, 0.56),
+        *runs_of("rloo", 0.95, 0.60, 0.80),
+        *runs_of("topr", 0.9),
+    ]
+    # Differences 0.10, 0.10, 0.11: mean 0.1033, 4.303 * 0.005774 / sqrt(3) = 0.0143 on either side.
+    assert advice(runs, [0, 2]) == (
+        "alpha 0: above the default: gspo (+0.103, +0.089 to +0.118), "
+        "below the default: tis (-0.197, -0.211 to -0.182); collapsed: kimi; no difference shown for 2 of 4"
     )
+    assert advice(runs_of("tis", 0.9, 0.9) + runs_of(DEFAULT, 0.8), [0]) == "", "one pair says nothing"
+    (default, *others) = summarise_cells(runs, [0])
+    assert default["beside default, alpha 0"] == ""
+    assert {row["algorithm"]: row["beside default, alpha 0"] for row in others}["gspo"] == "+0.103, +0.089 to +0.118"
 
 
 def test_finished_runs_are_kept_one_by_one(tmp_path: Path) -> None:
