@@ -10,7 +10,6 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import inspect
-import math
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from resources.environments.base import Message, ScriptedExpert, StepOutcome
 from resources.environments.threads import DaemonThreads
 from resources.failures import EnvironmentFailure, RollartError
+from resources.rewards.checked import HIGHEST_REWARD, is_reward
 
 CALL_SEPARATOR = " in "
 """In the name of a task that runs an environment's coroutine: behind the name of the task that waits for it."""
@@ -150,8 +150,10 @@ class DeadlineEnvironment:
                 "must be numbers"
             ) from error
         for name, value in [("reward", reward), *components.items()]:
-            if not math.isfinite(value):
-                raise EnvironmentFailure(f"{self._family}: step gave {name} {value}; it must be finite")
+            if not is_reward(value):
+                raise EnvironmentFailure(
+                    f"{self._family}: step gave {name} {value}; it must be finite, at most {HIGHEST_REWARD:g} in size"
+                )
         return dataclasses.replace(
             outcome,
             reward=reward,

@@ -42,7 +42,8 @@ class FamilyConfig(BaseModel):
     """Trajectories that share a prompt and a seed."""
     max_new_tokens: int = Field(default=14, ge=1)
     """Tokens sampled in one turn, at most."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=0.01)
+    """Logits are divided by it before a token is drawn, and again in the learner. Below 0.01 engines round it up."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     scorer: str = "environment"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import signal
 import struct
@@ -17,7 +16,8 @@ import sys
 import time
 from typing import Any, BinaryIO
 
-from resources.rewards.base import Score, ScoringRequest
+from resources.rewards.base import ScoringRequest
+from resources.rewards.checked import checked_score
 from resources.rewards.scorers.registry import ResolvedScorer, resolve_scorer
 
 _PR_SET_PDEATHSIG = 1
@@ -57,23 +57,13 @@ def _answer(message: dict[str, Any], scorers: dict[str, ResolvedScorer]) -> dict
     return {"score": score, "duration_s": time.perf_counter() - started}
 
 
-def _as_json(score: Score, request: ScoringRequest) -> dict[str, Any]:
+def _as_json(score: Any, request: ScoringRequest) -> dict[str, Any]:
     """The scorer's answer as JSON. Raises ValueError when it is no answer to this request."""
-    if not isinstance(score, Score):
-        raise ValueError(f"score() returned {type(score).__name__}; it must return resources.rewards.base.Score")
-    if score.trajectory_id != request.trajectory_id:
-        raise ValueError(f"score() answers for trajectory {score.trajectory_id!r}, not for {request.trajectory_id!r}")
-    if (score.reward is None) != (score.failure is not None):
-        raise ValueError(f"score() gave reward {score.reward} with failure {score.failure}; give exactly one of them")
-    reward = None if score.reward is None else float(score.reward)
-    components = {str(name): float(value) for name, value in score.components.items()}
-    for name, value in [("reward", reward), *components.items()]:
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"score() gave {name} {value}; it must be finite")
+    score = checked_score(score, request)
     return {
-        "reward": reward,
-        "success": None if score.success is None else bool(score.success),
-        "components": components,
+        "reward": score.reward,
+        "success": score.success,
+        "components": score.components,
         "failure": None if score.failure is None else str(score.failure),
         "failure_message": str(score.failure_message),
     }

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from resources.environments.family import FamilyConfig
 from resources.failures import FailureClass, InfrastructureFailure, RewardFailure, RollartError
 from resources.rewards.base import Score, ScoringRequest
+from resources.rewards.checked import checked_score
 from resources.rollout.env_manager import EnvManager
 from resources.rollout.messages import Assignment, TrajectoryDone
 from resources.trajectories.trajectory import Trajectory, TrajectoryRef
@@ -122,9 +123,10 @@ class Handover:
         if scorer.name == "environment":
             return  # the environment's own outcome is the reward
         deadline_s = self.families[trajectory.family].score_deadline_s
+        request = self._request(scorer, manager, trajectory)
         try:
             async with asyncio.timeout(deadline_s):
-                score = await asyncio.to_thread(scorer.score, self._request(scorer, manager, trajectory))
+                score = checked_score(await asyncio.to_thread(scorer.score, request), request)
         except TimeoutError:
             raise RewardFailure(f"scorer {scorer.name!r} did not judge within {deadline_s:g} s") from None
         except Exception as error:

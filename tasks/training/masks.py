@@ -51,6 +51,8 @@ def derive_masks(
     for row, cause in zip(rows, excluded, strict=True):
         if cause is None and row.truncated and truncated_rows == "mask":
             cause = "truncated"
+        if cause == "dead_group" and is_beyond_bound(row, version, max_staleness):
+            cause = "stale"  # its reward was in no statistic
         if cause is not None:
             masked[cause] += int(row.loss_mask.sum())
             trained.append(np.zeros(len(row.token_ids), np.bool_))

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from resources.rewards.checked import HIGHEST_REWARD, is_reward
+
 HIGHEST_LOGPROB = 1e-3
 """Rounding may lift a log-probability of 0 a little; anything above this is no log-probability."""
+
+_REWARD = f"a reward is finite, and at most {HIGHEST_REWARD:g} in size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +71,11 @@ class TrainingRow:
                     f"{where}: {name} has shape {getattr(self, name).shape}, token_ids {shape}; the arrays of a row "
                     "must have one length (never pad, never encode the text again: store the sampled ids and logprobs)"
                 )
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(
-                f"{where}: reward is {self.reward}; a reward is finite, or None for an unscored trajectory"
-            )
+        if self.reward is not None and not is_reward(self.reward):
+            raise ValueError(f"{where}: reward is {self.reward}; {_REWARD}, or None for an unscored trajectory")
         for name, value in self.reward_components.items():
-            if not math.isfinite(value):
-                raise ValueError(f"{where}: reward component {name!r} is {value}; a reward is finite")
+            if not is_reward(value):
+                raise ValueError(f"{where}: reward component {name!r} is {value}; {_REWARD}")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"{where}: temperature is {self.temperature}; it must be above 0")
         if not shape[0]:
@@ -113,8 +115,8 @@ class TrainingRow:
                     f"{where}: turn {number} spans {turn.observation_start}, {turn.action_start}, {turn.action_end} "
                     f"behind {end} of {len(self.token_ids)} tokens; turns lie in order and do not overlap"
                 )
-            if not math.isfinite(turn.reward):
-                raise ValueError(f"{where}: reward of turn {number} is {turn.reward}; a reward is finite")
+            if not is_reward(turn.reward):
+                raise ValueError(f"{where}: reward of turn {number} is {turn.reward}; {_REWARD}")
             in_turns[turn.action_start : turn.action_end] = True
             end = turn.action_end
         if self.turns and (self.loss_mask & ~in_turns).any():

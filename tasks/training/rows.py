@@ -24,13 +24,19 @@ def training_rows(
     components of those that the reward pool judged (None: not read). ``tokenizer_hash``: of the learner's policy (None:
     not compared).
 
-    Raises ValueError when a row is not the member's, was written in ids of another tokenizer, or was sampled from a
-    truncated distribution, whose log-probabilities the learner does not compute.
+    Raises ValueError when a row is not the member's, a trajectory is named twice, a row was written in ids of another
+    tokenizer, or was sampled from a truncated distribution, whose log-probabilities the learner does not compute.
     """
     members = [(group, member) for group in batch.groups for member in group.members]
     if len(members) != len(trajectories):
         raise ValueError(
             f"batch {batch.version} names {len(members)} trajectories, the store returned {len(trajectories)}"
+        )
+    names = Counter(member.trajectory_id for _, member in members)
+    if twice := [name for name, number in names.items() if number > 1]:
+        raise ValueError(
+            f"batch {batch.version} names trajectory {twice[0]!r} twice, and a trajectory is trained once; "
+            "its manifest is not as the group queue writes it"
         )
     rows = []
     for (group, member), trajectory in zip(members, trajectories, strict=True):

@@ -322,7 +322,12 @@ def test_numbers_of_numpy_become_pythons_own() -> None:
 
 @pytest.mark.parametrize(
     ("reward", "message"),
-    [(float("nan"), "reward nan; it must be finite"), (None, "gave reward None"), ("1 point", "1 point")],
+    [
+        (float("nan"), "reward nan; it must be finite"),
+        (-1e300, r"reward -1e\+300; it must be finite, at most 1e\+18 in size"),
+        (None, "gave reward None"),
+        ("1 point", "1 point"),
+    ],
 )
 def test_a_reward_that_is_no_number_is_a_failure_of_the_environment(reward: Any, message: str) -> None:
     with pytest.raises(EnvironmentFailure, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from dataclasses import dataclass
 from typing import Literal
@@ -55,11 +56,17 @@ class NamedScorer:
     version: str = "1"
     runs: Literal["inline", "pool"] = "inline"
     error: str = ""
+    reward: float = 0.25
 
     def score(self, request):
         if self.error:
             raise RuntimeError(self.error)
-        return Score(request.trajectory_id, self.name, self.version, 0.25, success=True, components={"x": 0.25})
+        return Score(request.trajectory_id, self.name, self.version, self.reward, True, {"x": self.reward})
+
+
+class WordyScorer(NamedScorer):
+    def score(self, request):
+        return "well done"
 
 
 class Room:
@@ -169,6 +176,9 @@ def test_a_pool_scorer_gets_the_judgement_once_the_row_is_sealed():
     ("changes", "failure", "text"),
     [
         (dict(scorer=NamedScorer("mine", error="no model")), FailureClass.REWARD, "raised RuntimeError: no model"),
+        (dict(scorer=NamedScorer("mine", reward=math.nan)), FailureClass.REWARD, "score() gave reward nan"),
+        (dict(scorer=NamedScorer("mine", reward=1e300)), FailureClass.REWARD, "at most 1e+18 in size"),
+        (dict(scorer=WordyScorer("mine")), FailureClass.REWARD, "score() returned str"),
         (dict(scorer=NamedScorer("exact", runs="pool")), FailureClass.REWARD, "gives no judgement to score"),
         (dict(writer=MemoryWriter(InfrastructureFailure("disk full"))), FailureClass.INFRASTRUCTURE, "disk full"),
         (dict(writer=MemoryWriter(KeyError("bug"))), FailureClass.INFRASTRUCTURE, "broke down on it"),

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from resources.object_store import ObjectStore
-from tasks.training.algorithm_config import LossConfig
+from resources.rewards.checked import HIGHEST_REWARD
+from tasks.training.algorithm_config import AdvantageConfig, CriticConfig, LossConfig
 from tasks.training.losses.base import LossInputs, TokenLosses
+from tasks.training.plugins import ESTIMATORS
+from tasks.training.row import TurnSpan
 from tasks.training.steps import NonFiniteUpdate
 from tests.unit.test_tasks_training_learner import make_batch, make_learner, weights
 from tests.unit.test_tasks_training_model import make_model_directory
@@ -99,3 +103,24 @@ def test_a_checkpoint_of_other_shapes_is_refused_and_changes_nothing(directory: 
     with pytest.raises(ValueError, match=r"is of another model: model\.embed_tokens\.weight has shape \(40, "):
         other.restore(store, "c")
     assert torch.equal(weights(other), before) and other.version == 0
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_largest_rewards_that_are_taken_leave_every_figure_finite(directory: Path, estimator: str) -> None:
+    """Each estimator squares, sums or discounts them; beyond the bound the row is refused."""
+    rows = [
+        replace(
+            row,
+            reward=HIGHEST_REWARD * (number % 2),
+            turns=(TurnSpan(0, 4, 9, HIGHEST_REWARD * (number % 2)),),
+            reward_components={"outcome": HIGHEST_REWARD * (number % 2)},
+        )
+        for number, row in enumerate(make_batch(0))
+    ]
+    critic = CriticConfig() if estimator == "gae" else None
+    learner = make_learner(
+        directory, advantage=AdvantageConfig(estimator=estimator), critic=critic, minibatches=1, on_nonfinite="skip"
+    )
+    metrics = learner.update(rows, 0).metrics
+    json.dumps({name: value for name, value in metrics.items() if not name.startswith("critic/")}, allow_nan=False)
+    assert torch.isfinite(weights(learner)).all()

@@ -16,7 +16,13 @@ from tests.unit.test_tasks_training_row import make_row
 
 
 def test_masked_tokens_are_counted_by_their_first_cause() -> None:
-    rows = [make_row(0), make_row(1), make_row(2, truncated=True), make_row(3, version=2), make_row(4, version=4)]
+    rows = [
+        make_row(0),
+        make_row(1, version=3),
+        make_row(2, truncated=True),
+        make_row(3, version=2),
+        make_row(4, version=4),
+    ]
     masks = derive_masks(
         rows, ["unscored", "dead_group", None, None, None], version=5, max_staleness=2, truncated_rows="mask"
     )
@@ -40,6 +46,12 @@ def test_only_the_tokens_beyond_the_bound_are_stale() -> None:
     masks = derive_masks([row], [None], version=4, max_staleness=2, truncated_rows="train")
     assert masks.trained_RT[0].nonzero()[0].tolist() == [6, 7]
     assert masks.masked_tokens == {"stale": 1}
+
+
+def test_a_row_wholly_beyond_the_bound_is_masked_as_stale_though_its_group_is_dead_for_it() -> None:
+    old, fresh = make_row(0, version=1), make_row(1, version=4)
+    masks = derive_masks([old, fresh], ["dead_group"] * 2, version=4, max_staleness=2, truncated_rows="train")
+    assert masks.masked_tokens == {"stale": 3, "dead_group": 3}
 
 
 def test_denominators_by_hand() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tasks.training.row import TrainingRow
+from tasks.training.row import TrainingRow, TurnSpan
 
 VOCABULARY = 40
 
@@ -64,6 +64,9 @@ def test_m15_one_logprob_too_few_is_refused() -> None:
     [
         ({"reward": float("nan")}, "reward is nan"),
         ({"reward": float("inf")}, "reward is inf"),
+        ({"reward": 1e39}, r"reward is 1e\+39; a reward is finite, and at most 1e\+18 in size"),
+        ({"reward_components": {"x": -1e39}}, r"component 'x' is -1e\+39; a reward is finite"),
+        ({"turns": (TurnSpan(0, 5, 8, 1e39),)}, r"reward of turn 0 is 1e\+39; a reward is finite"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"behaviour_logprobs": np.full(12, np.nan, np.float32)}, "not all finite"),
         ({"behaviour_logprobs": np.full(12, 0.5, np.float32)}, "at most 0"),

@@ -49,6 +49,13 @@ def test_a_batch_of_fewer_trajectories_than_members_is_refused() -> None:
         training_rows(batch_of(first, second), [first])
 
 
+def test_a_trajectory_that_is_named_twice_is_refused() -> None:
+    """It would weigh twice in its group and be trained twice."""
+    one = make_trajectory(0)
+    with pytest.raises(ValueError, match=rf"batch 0 names trajectory '{one.trajectory_id}' twice"):
+        training_rows(batch_of(one, one), [one, one])
+
+
 def test_each_sequence_is_a_row_with_its_own_positions() -> None:
     """The tail behind the last action, a history read anew that nothing was sampled after, is no row."""
     trajectory = make_trajectory(0, sequence_starts=[5])

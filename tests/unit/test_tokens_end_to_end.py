@@ -198,7 +198,8 @@ def test_a_rollout_counts_once_however_many_rows_it_has(played: Played) -> None:
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "turn_returns"])
 def test_the_advantage_of_a_turn_does_not_depend_on_the_rows_it_lies_in(played: Played, estimator: str) -> None:
-    algorithms = Algorithms(TrainingConfig(advantage=AdvantageConfig(estimator=estimator, discount=0.9)))
+    discount = 0.9 if estimator == "turn_returns" else 1.0
+    algorithms = Algorithms(TrainingConfig(advantage=AdvantageConfig(estimator=estimator, discount=discount)))
 
     def of_turns(rows: list[TrainingRow]) -> list[float]:
         values_RT = algorithms.estimate(AdvantageInputs.of(rows)).values_RT
