@@ -1,4 +1,4 @@
-"""The supervisor of a run's actors: rebuilds what died, restarts what is sick, and tells everybody where it lives now.
+"""The supervisor of a run's actors: rebuilds what died, restarts what is sick. Who hears of it is in registered.py.
 
 | thread            | waits for                                              | at most                        |
 |-------------------|--------------------------------------------------------|--------------------------------|
@@ -15,22 +15,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from resources.failures import DeadlineExceeded, InfrastructureFailure, RollartError
+from resources.failures import InfrastructureFailure, RollartError
 from resources.pools.actors import ActorHandle, call_sync
 from resources.pools.registry import RunActors
 from resources.recovery.config import RecoveryConfig
 from resources.recovery.health import HealthRound
 from resources.recovery.plan import Build, Decision, GiveUp, GoOnWithout, RecoveryPlan, Seat
-from resources.recovery.whole import FAILURE, RESTARTS
+from resources.recovery.registered import RegisteredActors
 
 logger = logging.getLogger(__name__)
 LOOK_S = 0.5
 """How often free workers are looked for while an actor is missing, in seconds."""
-TELL_S = 15.0
-"""Longest time an actor may take to hear of another one."""
 CLOSE_S = 2.0
 
 
@@ -103,9 +101,9 @@ class Supervisor:
         self._seats = {handle.name: seat for seat, handle in seats.items()}
         self._handles = {seat.name: handle for seat, handle in seats.items()}
         self._num_built: dict[str, int] = {}
-        self._actors = actors
+        self._registered = RegisteredActors(actors, cluster.publish, call)
         self._health, self._on_replaced = health, on_replaced
-        self._call, self._clock = call, clock
+        self._clock = clock
         self._run_beside = run_beside or _in_thread
         self._news: queue.SimpleQueue[_Lost | _Built | _Asked | None] = queue.SimpleQueue()
         self._gone: set[str] = set()
@@ -118,7 +116,7 @@ class Supervisor:
     @property
     def actors(self) -> RunActors:
         """The run's actors as they are registered now."""
-        return self._actors
+        return self._registered.actors
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -172,7 +170,7 @@ class Supervisor:
         if self._plan.has_gaps:
             self._obey(self._plan.look(self._cluster.workers(), now))
         if self._health is not None and self._next_health is not None and now >= self._next_health:
-            self._next_health, health, actors = None, self._health, self._actors
+            self._next_health, health, actors = None, self._health, self.actors
             self._run_beside(lambda: self._news.put(_Asked(health.sick(actors))))
 
     def _take_news(self, wait_s: float) -> list[_Lost | _Built | _Asked]:
@@ -193,7 +191,7 @@ class Supervisor:
         self._gone.add(handle.key)
         self._log(reason)
         if seat.role == "environment":
-            self._tell("worker_lost", handle.name, reason)
+            self._registered.tell_queue("worker_lost", handle.name, reason)
         self._obey(self._plan.lost(seat.name, reason, self._clock()))
 
     def _obey(self, decisions: list[Decision]) -> None:
@@ -227,8 +225,6 @@ class Supervisor:
         self._replace(built.seat, built.handle)
         self._log(f"{built.handle} takes the place that {built.seat.name} had left")
 
-    # -- who hears of it ---------------------------------------------------------------------------------------------
-
     def _replace(self, seat: Seat, new: ActorHandle | None) -> None:
         """Put another actor, or none, into a seat."""
         old = self._handles[seat.name]
@@ -236,30 +232,7 @@ class Supervisor:
             self._handles[seat.name] = new
             self._seats[new.name] = seat
             self._on_replaced(old, new)
-        self._actors = _with(self._actors, seat, old, new)
-        self._announce()
-        if seat.role == "engine":
-            for worker in self._actors.rollout_workers:
-                self._tell_worker(worker)
-        elif seat.role == "environment" and new is not None:
-            self._tell_worker(new)  # an engine may have changed while it was built
-
-    def _announce(self) -> None:
-        self._actors = replace(self._actors, facts={**self._actors.facts, RESTARTS: self.restarts})
-        self._cluster.publish(self._actors)
-
-    def _tell_worker(self, worker: ActorHandle) -> None:
-        engines = {name: [(each.name, each) for each in members] for name, members in self._actors.engines.items()}
-        try:
-            self._call(worker, "set_engines", engines, timeout_s=TELL_S)
-        except (InfrastructureFailure, DeadlineExceeded) as failure:
-            logger.warning("%s was not told of the engines: %s", worker, failure)  # it is sick or gone itself
-
-    def _tell(self, method: str, *arguments: Any) -> None:
-        try:
-            self._call(self._actors.queue, method, *arguments, timeout_s=TELL_S)
-        except (InfrastructureFailure, DeadlineExceeded) as failure:
-            logger.warning("the group queue was not told: %s", failure)  # its own loss is noticed elsewhere
+        self._registered.replace(seat, old, new, self.restarts)
 
     def _restart(self, handle: ActorHandle, reason: str) -> None:
         self._log(f"{reason}; its worker process is restarted")
@@ -272,30 +245,7 @@ class Supervisor:
     def _give_up(self, reason: str) -> None:
         self._plan.failure = self._plan.failure or reason
         self._log(f"the run cannot go on: {reason}")
-        self._actors = replace(self._actors, facts={**self._actors.facts, FAILURE: reason})
-        try:
-            self._cluster.publish(self._actors)
-        except (RollartError, OSError) as failure:
-            logger.warning("the end of the run could not be published: %s", failure)
-        self._tell("fail", reason)
-
-
-def _with(actors: RunActors, seat: Seat, old: ActorHandle, new: ActorHandle | None) -> RunActors:
-    """The actors with ``new`` in the place of ``old``, which may have been taken out before."""
-
-    def swapped(members: tuple[ActorHandle, ...]) -> tuple[ActorHandle, ...]:
-        kept = [each for each in members if each != old]
-        return tuple(sorted([*kept, *([new] if new is not None else [])], key=lambda each: each.name))
-
-    match seat.role:
-        case "learner":
-            return replace(actors, learner=new or actors.learner)
-        case "environment":
-            return replace(actors, rollout_workers=swapped(actors.rollout_workers))
-        case "engine":
-            name = seat.classes[0]
-            return replace(actors, engines={**actors.engines, name: swapped(actors.engines.get(name, ()))})
-    raise AssertionError(f"{seat} is never rebuilt")
+        self._registered.give_up(reason)
 
 
 def _in_thread(work: Callable[[], None]) -> None:
