@@ -4,7 +4,7 @@ One supervisor per state folder owns a Prefect server, process workers and, for 
 driver holds a *lease*: a connection to the supervisor's socket. The kernel closes it however the driver goes, SIGKILL
 included. When the last lease is gone, and nobody asked the stack to stand, the supervisor ends everything below it and
 itself, within seconds. It lives in a session of its own, and orphaned descendants become its children, so that none
-slips away; should the supervisor itself be killed, its children get SIGTERM from the kernel.
+slips away; how its children are started and ended is in supervised_children.py.
 
 Messages are lines of JSON: ``{"op": "lease" | "stand" | "status" | "down", ...}``, one answer each.
 """
@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import fcntl
 import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from resources.pools.prefect_processes import (
     HOST,
@@ -41,8 +37,9 @@ from resources.pools.prefect_processes import (
     use_template,
     worker_command,
 )
-from resources.pools.processes import adopt_orphans, end_all, is_gone, restore_interrupt
+from resources.pools.processes import adopt_orphans, is_gone
 from resources.pools.stack_layout import StackLayout
+from resources.pools.supervised_children import SupervisedChildren
 
 logger = logging.getLogger("supervisor")
 
@@ -51,19 +48,6 @@ FIRST_LEASE_S = 15.0
 """A supervisor that nobody has leased after this time ends: its driver died while starting it."""
 PREDECESSOR_S = 20.0
 """Longest wait for an earlier supervisor of the same state folder to end its processes."""
-GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL."""
-MAX_RESTARTS = 3
-PR_SET_PDEATHSIG = 1
-
-
-@dataclass
-class Child:
-    """A process below the supervisor; started again when it ends by itself, `MAX_RESTARTS` times."""
-
-    command: ChildCommand
-    process: subprocess.Popen[bytes]
-    num_restarts: int = 0
 
 
 @dataclass
@@ -76,11 +60,13 @@ class Supervisor:
     leases: dict[asyncio.StreamWriter, int] = field(default_factory=dict)
     """Connection and pid of each driver."""
     standing: bool = False
-    children: dict[str, Child] = field(default_factory=dict)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     failure: str = ""
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     dask_address: str = ""
+
+    def __post_init__(self) -> None:
+        self.children = SupervisedChildren(self.layout)
 
     @property
     def api_url(self) -> str:
@@ -102,7 +88,7 @@ class Supervisor:
         listener.close()
         for task in (starting, watching):
             task.cancel()
-        await asyncio.to_thread(self._end_children)
+        await asyncio.to_thread(self.children.end)
         for writer in list(self.leases):
             writer.close()
 
@@ -110,10 +96,10 @@ class Supervisor:
         # An existing server of this state may hold history: only a database that is not there yet takes the template.
         fresh = not self.layout.database.exists()
         copied = use_template(self.layout.database)
-        self._start(server_command(self.layout, self.port))
+        self.children.start(server_command(self.layout, self.port))
         deadline = time.monotonic() + self.start_timeout_s
         while not await asyncio.to_thread(is_healthy, self.port):
-            code = self.children["prefect-server"].process.poll()
+            code = self.children.exit_code("prefect-server")
             if code is not None or time.monotonic() > deadline:
                 what = f"ended with code {code}" if code is not None else f"not ready after {self.start_timeout_s:g} s"
                 self.failure = (
@@ -176,7 +162,7 @@ class Supervisor:
                     await asyncio.to_thread(create_work_pool, self.port, work_pool)
                 except OSError as error:
                     return f"the Prefect server at {self.api_url} did not take the work pool {work_pool!r}: {error}"
-                self._start(worker_command(self.layout, self.api_url, work_pool, int(limit)))
+                self.children.start(worker_command(self.layout, self.api_url, work_pool, int(limit)))
         if message.get("dask") is not None and "dask" not in self.children:
             return await self._start_dask(message["dask"])
         return ""
@@ -193,13 +179,13 @@ class Supervisor:
             "--env",
             "PREFECT_API_URL",
         )
-        self._start(ChildCommand("dask", command, {**os.environ, "PREFECT_API_URL": self.api_url}))
+        self.children.start(ChildCommand("dask", command, {**os.environ, "PREFECT_API_URL": self.api_url}))
         deadline = time.monotonic() + self.start_timeout_s
         while not scheduler_file.exists():
-            code = self.children["dask"].process.poll()
+            code = self.children.exit_code("dask")
             if code is not None or time.monotonic() > deadline:
                 what = f"ended with code {code}" if code is not None else f"not ready after {self.start_timeout_s:g} s"
-                self.children.pop("dask").process.terminate()
+                self.children.forget("dask")
                 return f"the Dask cluster {what}; the end of its log:\n{self.layout.tail('dask')}"
             await asyncio.sleep(0.1)
         self.dask_address = json.loads(scheduler_file.read_text())["address"]
@@ -218,50 +204,9 @@ class Supervisor:
             waited_enough = had_lease or time.monotonic() - started > FIRST_LEASE_S
             if not self.leases and not self.standing and waited_enough:
                 self.ending.set()
-            self._reap_adopted()
+            self.children.reap_adopted()
             if self.ready.is_set():
-                self._restart_ended()
-
-    def _start(self, command: ChildCommand, num_restarts: int = 0) -> None:
-        with self.layout.log(command.name).open("ab") as log:
-            process = subprocess.Popen(
-                command.arguments,
-                env=dict(command.env),
-                cwd=self.layout.state_dir,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=_prepare_child,
-            )
-        logger.info("started %s as process %d", command.name, process.pid)
-        self.children[command.name] = Child(command, process, num_restarts)
-
-    def _restart_ended(self) -> None:
-        for name, child in list(self.children.items()):
-            if child.process.poll() is None or child.num_restarts >= MAX_RESTARTS or name == "dask":
-                continue
-            logger.error("%s ended with code %s; starting it again", name, child.process.returncode)
-            self._start(child.command, child.num_restarts + 1)
-
-    def _reap_adopted(self) -> None:
-        own = {child.process.pid for child in self.children.values()}
-        for process in psutil.Process().children():
-            if process.pid not in own and is_gone(process.pid):
-                try:
-                    os.waitpid(process.pid, os.WNOHANG)
-                except ChildProcessError:
-                    continue
-
-    def _end_children(self) -> None:
-        """Workers first, so that they can still tell the server how their runs ended."""
-        workers = [child.process for name, child in self.children.items() if name != "prefect-server"]
-        for process in workers:
-            process.terminate()
-        deadline = time.monotonic() + GRACE_S
-        while any(process.poll() is None for process in workers) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        killed = end_all(psutil.Process().children(), grace_s=GRACE_S)
-        logger.info("ended; killed: %s", killed or "none")
+                self.children.restart_ended()
 
     def _status(self) -> dict[str, Any]:
         return {
@@ -271,7 +216,7 @@ class Supervisor:
             "pid": os.getpid(),
             "standing": self.standing,
             "leases": sorted(self.leases.values()),
-            "children": {name: child.process.pid for name, child in self.children.items()},
+            "children": self.children.pids(),
             "state_dir": str(self.layout.state_dir),
         }
 
@@ -279,12 +224,6 @@ class Supervisor:
 async def _answer(writer: asyncio.StreamWriter, content: Mapping[str, Any]) -> None:
     writer.write(json.dumps(content).encode() + b"\n")
     await writer.drain()
-
-
-def _prepare_child() -> None:
-    restore_interrupt()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _become_only_supervisor(layout: StackLayout) -> int | None:
