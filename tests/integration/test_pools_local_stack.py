@@ -65,9 +65,15 @@ def driver(state_dir: Path, *arguments: str) -> Iterator[Driver]:
 def assert_gone(pids: list[int], within_s: float = GONE_WITHIN_S) -> None:
     deadline = time.monotonic() + within_s
     while left := [pid for pid in pids if not is_gone(pid)]:
-        names = [" ".join(psutil.Process(pid).cmdline()) for pid in left if psutil.pid_exists(pid)]
-        assert time.monotonic() < deadline, f"still there: {left} {names}"
+        assert time.monotonic() < deadline, f"still there: {[_described(pid) for pid in left]}"
         time.sleep(0.05)
+
+
+def _described(pid: int) -> str:
+    try:
+        return f"{pid} {' '.join(psutil.Process(pid).cmdline())}"
+    except psutil.Error:
+        return f"{pid} (ended this moment)"
 
 
 def test_nothing_survives_a_killed_driver(tmp_path: Path) -> None:
