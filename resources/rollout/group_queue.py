@@ -1,8 +1,8 @@
 """The group queue: an actor that hands out trajectories, hears how they ended, and gives the learner its batches.
 
 It joins the staleness gate (what may start, what may be trained), the dispatcher (who plays it) and the evaluation
-lane, and holds references only: a few hundred bytes a trajectory. Here are the waits; what follows from a report, a
-score or a loss is in queue_events.py.
+lane, and holds references only: a few hundred bytes a trajectory. Here are the waits; when the learner's are given up
+is in learner_wait.py, what follows from a report, a score or a loss in queue_events.py.
 
 | who waits         | for what                            | until, at the latest                                   |
 |-------------------|-------------------------------------|--------------------------------------------------------|
@@ -32,6 +32,7 @@ from resources.rollout.config import RolloutConfig
 from resources.rollout.dispatch import Dispatcher
 from resources.rollout.evaluation_lane import EvaluationLane
 from resources.rollout.gate_events import BatchRequested, Opened, VersionLoaded
+from resources.rollout.learner_wait import LearnerWait
 from resources.rollout.lost_groups import error_of
 from resources.rollout.messages import Batch, BatchGroup, Orders, Reserved, WorkerReport
 from resources.rollout.queue_events import QueueEvents
@@ -161,8 +162,7 @@ class GroupQueue:
             ValueError: the version is not that of the next batch.
         """
         self._ensure_running()
-        start = self._clock()
-        stalled = False
+        wait = self._begin_wait()
         while True:
             batch = self._events.last_batch
             if batch is not None and batch.version == version:
@@ -173,21 +173,7 @@ class GroupQueue:
             if batch is not None and batch.version == version:
                 return batch
             self._check_usable()
-            now = self._clock()
-            self._check_hope(version, now)
-            quiet = now - max(start, self._events.last_progress)
-            if now - start >= collect_timeout_s:
-                raise DeadlineExceeded(
-                    f"batch {version} is not complete after {now - start:.0f} s: {self._events.missing()}"
-                )
-            if quiet >= self._config.stall_after_s and not stalled:
-                self._events.log(f"batch {version}: nothing was scored for {quiet:.0f} s: {self._events.missing()}")
-            if quiet >= self._config.stall_limit_s:
-                raise DeadlineExceeded(
-                    f"batch {version}: nothing was scored for {quiet:.0f} s: {self._events.missing()}"
-                )
-            stalled = quiet >= self._config.stall_after_s
-            await _happens(changed, min(start + collect_timeout_s - now, self._config.stall_after_s, 1.0))
+            await _happens(changed, wait.check_batch(version, collect_timeout_s))
 
     async def reserved(self, version: int, known: Collection[str], wait_s: float) -> Reserved:
         """Groups of batch ``version`` that are not ``known`` (their ids), as soon as there are any, else after
@@ -218,19 +204,12 @@ class GroupQueue:
         seconds or when nothing was scored for ``stall_limit_s``; SignalLost as `collect`.
         """
         self._ensure_running()
-        start = self._clock()
+        wait = self._begin_wait()
         while not self._gate.admission.may_load(version):
             changed = self._changed
             self._check_usable()
-            now = self._clock()
-            quiet = now - max(start, self._events.last_progress)
-            if now - start >= load_timeout_s or quiet >= self._config.stall_limit_s:
-                raise DeadlineExceeded(
-                    f"version {version} waits for its load since {now - start:.0f} s, and nothing was scored for "
-                    f"{quiet:.0f} s: {self._events.missing()}"
-                )
-            await _happens(changed, min(start + load_timeout_s - now, 1.0))
-        return self._clock() - start
+            await _happens(changed, wait.check_load(version, load_timeout_s))
+        return wait.waited_s
 
     async def version_loaded(self, version: int) -> None:
         """Every engine serves ``version``: groups beyond the bound are evicted, new ones start."""
@@ -305,15 +284,8 @@ class GroupQueue:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 raise InfrastructureFailure(f"the group queue of {self.run_id} broke down") from task.exception()
 
-    def _check_hope(self, version: int, now: float) -> None:
-        """An outage is waited out; what never worked is a mistake, and nobody need wait for its stall limit."""
-        for name in self._gate.missing():
-            breaker = self._dispatcher.breaker(name)
-            if breaker.hopeless_for_s(now) >= self._config.never_worked_limit_s:
-                raise DeadlineExceeded(
-                    f"batch {version}: no trajectory of family {name!r} has ended well since the start, for "
-                    f"{breaker.hopeless_for_s(now):.0f} s (rollout.never_worked_limit_s); {breaker.describe(name)}"
-                )
+    def _begin_wait(self) -> LearnerWait:
+        return LearnerWait(self._config, self._gate, self._dispatcher, self._events, self._clock)
 
     def _wake_all(self, only_workers: bool = False) -> None:
         if not only_workers:
