@@ -34,6 +34,7 @@ from resources.rollout.gate_events import (
 from resources.rollout.handover import never_played
 from resources.rollout.messages import Assignment, Batch, TrajectoryDone, WorkerReport
 from resources.rollout.missing_work import describe_missing_batch, describe_missing_episodes
+from resources.rollout.queue_stats import queue_stats
 from resources.rollout.staleness import StalenessGate
 
 NOT_THE_FAMILYS = (FailureClass.CANCELLED, FailureClass.INFRASTRUCTURE)
@@ -279,35 +280,7 @@ class QueueEvents:
 
     def stats(self) -> dict[str, Any]:
         """JSON-able figures."""
-        gate, dispatcher, now = self._gate, self._dispatcher, self._clock()
-        return {
-            "version": gate.version,
-            "next_batch": gate.next_batch,
-            "num_queued": dispatcher.num_queued(),
-            "num_awaiting_score": len(self.scores),
-            "num_ignored": gate.num_ignored,
-            "families": {
-                name: {
-                    "running": len(family.running),
-                    "complete": len(family.complete),
-                    "waiting": len(family.waiting),
-                    "accepted": gate.admission.accepted(name),
-                    "owed": gate.shares.families[name].owed,
-                    "cursor": family.cursor,
-                    "counts": dict(family.counts),
-                }
-                for name, family in gate.families.items()
-            },
-            "workers": {
-                worker_id: {
-                    "held": len(record.held),
-                    "capacity": record.capacity,
-                    "silent_s": round(now - record.last_heard, 3),
-                }
-                for worker_id, record in dispatcher.workers.items()
-            },
-            "breakers": {name: breaker.stats() for name, breaker in sorted(dispatcher.breakers.items())},
-        }
+        return queue_stats(self._gate, self._dispatcher, len(self.scores), self._clock())
 
 
 def _is_progress(event: Event) -> bool:

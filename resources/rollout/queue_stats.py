@@ -9,7 +9,7 @@ from resources.rollout.staleness import StalenessGate
 
 
 def queue_stats(gate: StalenessGate, dispatcher: Dispatcher, num_awaiting_score: int, now: float) -> dict[str, Any]:
-    """JSON-able: versions, groups of each family, rollout workers, circuit breakers. ``now`` is of the queue's clock."""
+    """JSON-able: versions, groups of each family, rollout workers, circuit breakers. ``now``: of the queue's clock."""
     return {
         "version": gate.version,
         "next_batch": gate.next_batch,
