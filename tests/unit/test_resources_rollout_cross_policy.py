@@ -29,11 +29,11 @@ from resources.rollout.worker import RolloutWorker
 from resources.trajectories.store import read_trajectories
 from resources.weights.store import WeightStore
 from tasks.rollout.batch_metrics import batch_metrics
+from tests.gate_driver import Driver, done, family
 from tests.model_directories import full_recompute
 from tests.unit.test_resources_rollout_env_manager import Stage
 from tests.unit.test_resources_rollout_in_process import CORPUS, RUN, HeldQueue, OnLoop
 from tests.unit.test_resources_rollout_proxy import Bench, ScriptedEngine, play, request
-from tests.unit.test_resources_rollout_staleness import Driver, done, family
 
 # -- which turns -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from resources.rollout.curriculum import InformativePrompts, SuccessRecord, make
 from resources.rollout.gate_events import BatchRequested, Opened, Start, VersionLoaded
 from resources.rollout.prompts import Prompts
 from resources.rollout.staleness import StalenessGate
-from tests.unit.test_resources_rollout_staleness import Driver, done, family
+from tests.gate_driver import Driver, done, family
 
 HERE = "tests.unit.test_resources_rollout_curriculum"
 

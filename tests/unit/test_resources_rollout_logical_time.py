@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from resources.rollout.config import RolloutConfig
 from resources.rollout.gate_events import BatchRequested, FirstSampled, Start, VersionLoaded
 from resources.rollout.logical_time import LogicalSchedule
-from tests.unit.test_resources_rollout_staleness import Driver, done, failed, family
+from tests.gate_driver import Driver, done, failed, family
 
 ONE_OFF = dict(pipeline="one_off", max_staleness=1)
 
