@@ -149,9 +149,10 @@ class Learner:
                 skipped = notes[-1] if not steps_taken else None
         else:
             self.skipped_updates += 1
+            num_rollouts = len({row.rollout_id for row in rows})
             skipped = (
-                f"update {version} took no step and changed no weight: {len(rows)} trajectories hold no token to train "
-                f"(sampled tokens masked by cause: {prepared.masks.masked_tokens or 'none was sampled'})"
+                f"update {version} took no step and changed no weight: {num_rollouts} trajectories hold no token to "
+                f"train (sampled tokens masked by cause: {prepared.masks.masked_tokens or 'none was sampled'})"
             )
             notes.append(skipped)
         self.version = version + 1

@@ -21,19 +21,25 @@ from tasks.training.row import TrainingRow
 def batch_metrics(
     rows: Sequence[TrainingRow], advantages: Advantages, masks: TrainingMasks, version: int
 ) -> dict[str, Any]:
-    """What is known before the first step: rewards, advantages, dead groups, masked tokens, staleness. Finite values
-    only."""
+    """What is known before the first step: rewards, advantages, dead groups, masked tokens, staleness. A rollout counts
+    once, however many rows it has."""
     rewards: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    trajectories: Counter[str] = Counter()
+    trajectories: defaultdict[str, set[str]] = defaultdict(set)
     trained: Counter[str] = Counter()
+    cut: set[str] = set()
+    oldest: dict[str, int] = {}
     for row, mask in zip(rows, masks.trained_RT, strict=True):
-        trajectories[row.family] += 1
+        trajectories[row.family].add(row.rollout_id)
         trained[row.family] += int(mask.sum())
+        if row.truncated:
+            cut.add(row.rollout_id)
+        if row.oldest_version is not None:
+            oldest[row.rollout_id] = min(row.oldest_version, oldest.get(row.rollout_id, version))
         if row.reward is not None:
             rewards[row.family][row.rollout_id] = row.reward
     metrics: dict[str, Any] = {}
     for family in sorted(trajectories):
-        metrics[f"num_trajectories/{family}"] = trajectories[family]
+        metrics[f"num_trajectories/{family}"] = len(trajectories[family])
         metrics[f"trained_tokens/{family}"] = trained[family]
         if rewards[family]:
             metrics[f"reward/{family}"] = math.fsum(rewards[family].values()) / len(rewards[family])
@@ -53,19 +59,18 @@ def batch_metrics(
         metrics["dead_group_share"] = sum(advantages.num_dead_groups.values()) / num_groups
     if advantages.num_rollouts:
         metrics["unscored_share"] = advantages.num_unscored / advantages.num_rollouts
-    metrics["truncated_share"] = sum(row.truncated for row in rows) / max(1, len(rows))
+    metrics["truncated_share"] = len(cut) / max(1, sum(map(len, trajectories.values())))
     values = np.concatenate(
         [values[mask] for values, mask in zip(advantages.values_RT, masks.trained_RT, strict=True)] or [np.zeros(0)]
     )
     if values.size:
-        metrics["advantage/mean"] = float(values.mean())
-        metrics["advantage/std"] = float(values.std())
+        metrics["advantage/mean"] = float(values.mean(dtype=np.float64))
+        metrics["advantage/std"] = float(values.std(dtype=np.float64))
         metrics["advantage/max_abs"] = float(np.abs(values).max())
     metrics["tokens/trained"] = sum(trained.values())
     for cause in ("unscored", "dead_group", "truncated", "stale"):
         metrics[f"tokens/masked/{cause}"] = masks.masked_tokens.get(cause, 0)
-    staleness = [version - oldest for row in rows if (oldest := row.oldest_version) is not None]
-    if staleness:
+    if staleness := [version - sampled_under for sampled_under in oldest.values()]:
         metrics["staleness/mean"] = sum(staleness) / len(staleness)
         metrics["staleness/max"] = max(staleness)
     return metrics
