@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 from resources.engines.base import GenerateRequest, Generation
 from resources.engines.config import EngineConfig
@@ -19,6 +20,7 @@ from resources.environments.family import FamilyConfig
 from resources.policy.chat_format import ChatFormat
 from resources.policy.config import PolicyConfig
 from resources.policy.tiny import create_tiny_policy
+from resources.rollout.cross_policy import CrossPolicyConfig
 from resources.rollout.encoding_cache import EncodingCache
 from resources.rollout.env_manager import EnvManager
 from resources.rollout.episode_services import EpisodeServices
@@ -37,6 +39,12 @@ from tests.model_directories import PublishedVersions
 
 NUM_TURNS = 4
 TEMPERATURE = 0.7
+EXACT = 5e-6
+"""Nats that float32 may differ by between the engine's forward pass, with its cache, and the learner's, packed."""
+CUT_AT = 95
+"""Tokens of a context that ends within the third turn."""
+NEW = 3
+"""Version of the current engine where turns cross policies; the stale one holds 0."""
 FORGETFUL = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
     "{{ message['content'] if message['role'] != 'assistant' or loop.last else message['content'].split('e')[-1] }}"
@@ -68,14 +76,14 @@ class TalkingEnvironment:
 
 
 class RecordingEngine:
-    """The local engine, with everything that was asked of it and answered kept."""
+    """The local engines, current and stale, with everything that was asked of them and answered kept."""
 
-    def __init__(self, engine: LocalEngine) -> None:
-        self.engine = engine
+    def __init__(self, **engines: LocalEngine) -> None:
+        self.engines = engines
         self.exchanges: list[tuple[GenerateRequest, Generation]] = []
 
     async def generate(self, request: GenerateRequest, hardware_class: str) -> Generation:
-        answer = await self.engine.generate(request)
+        answer = await self.engines[request.policy].generate(request)
         self.exchanges.append((request, answer))
         return answer
 
@@ -89,6 +97,9 @@ class RecordingEngine:
 @dataclass
 class Played:
     directory: Path
+    """Of the learner's version."""
+    directories: dict[int, Path]
+    """By version that sampled."""
     trajectories: list[Trajectory]
     exchanges: dict[str, list[tuple[GenerateRequest, Generation]]]
     rows: list[TrainingRow]
@@ -106,42 +117,56 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_tiny_policy(tmp_path_factory.mktemp("policy"), sizes, corpus, seed=0)
 
 
-@pytest.fixture(scope="module", params=["template", "append"])
+@pytest.fixture(scope="module", params=["template", "append", "template, crossing", "append, crossing", "append, cut"])
 def played(request: pytest.FixtureRequest, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Played:
-    directory = tmp_path_factory.mktemp(request.param) / "policy"
-    shutil.copytree(policy, directory)
-    (directory / "chat_template.jinja").write_text(FORGETFUL)
-    return asyncio.run(play(directory, request.param))
+    """``crossing``: turns of either of two policies. ``cut``: the context ends within the third turn."""
+    history, _, how = request.param.partition(", ")
+    folder = tmp_path_factory.mktemp(history)
+    directories = {0: folder / "policy"}
+    shutil.copytree(policy, directories[0])
+    (directories[0] / "chat_template.jinja").write_text(FORGETFUL)
+    if how == "crossing":
+        directories[NEW] = folder / "later"
+        shutil.copytree(directories[0], directories[NEW])
+        save_file(PublishedVersions(directories[0]).fetch(NEW), directories[NEW] / "model.safetensors")
+    return asyncio.run(play(directories, history, context_length=CUT_AT if how == "cut" else 512))
 
 
-async def play(directory: Path, history: str) -> Played:
-    engine = LocalEngine("e", "compute", PublishedVersions(directory), 0, EngineConfig(num_slots=2))
-    recorded = RecordingEngine(engine)
+async def play(directories: dict[int, Path], history: str, context_length: int = 512) -> Played:
+    version = max(directories)
+    kinds = {"current": version} | ({"stale": 0} if version else {})
+    engines = {
+        kind: LocalEngine(kind, "compute", PublishedVersions(directories[0]), held, EngineConfig(num_slots=2))
+        for kind, held in kinds.items()
+    }
+    directory, recorded = directories[version], RecordingEngine(**engines)
     services = EpisodeServices(
         chat=EncodingCache(ChatFormat.from_directory(directory)),
         proxy=recorded,
         make_environment=lambda name, config: TalkingEnvironment(),
-        context_length=512,
+        context_length=context_length,
         length_finish="step",
         history=history,
+        cross_policy=CrossPolicyConfig(p_stale=0.5, refresh_every=NEW + 1) if version else None,
     )
     family = FamilyConfig(environment="talk", hardware_class="compute", max_new_tokens=24, temperature=TEMPERATURE)
     assignments = [Assignment("run", "talk", "talk-000000", member, 0, 2, 5, 70 + member) for member in range(2)]
     trajectories = [await EnvManager(each, family, services).play() for each in assignments]
     await asyncio.wait(services.closing)
-    await engine.close()
+    for engine in engines.values():
+        await engine.close()
     stored = from_table(decode_arrow(encode_arrow(to_table(trajectories))))
     members = [
         BatchMember(t.trajectory_id, TrajectoryRef("f", place), float(place), True, "environment", "1", 0)
         for place, t in enumerate(stored)
     ]
-    batch = Batch("run", 0, (BatchGroup("talk-000000", "talk", 5, tuple(members)),))
+    batch = Batch("run", version, (BatchGroup("talk-000000", "talk", 5, tuple(members)),))
     exchanges = {
         t.trajectory_id: [each for each in recorded.exchanges if each[0].trajectory_id == t.trajectory_id]
         for t in stored
     }
     unsplit = training_rows(batch, [replace(t, sequence_starts=[]) for t in stored])
-    return Played(directory, stored, exchanges, training_rows(batch, stored), unsplit)
+    return Played(directory, directories, stored, exchanges, training_rows(batch, stored), unsplit)
 
 
 def test_a_rewritten_history_begins_a_row_and_an_appended_one_does_not(played: Played) -> None:
@@ -150,7 +175,9 @@ def test_a_rewritten_history_begins_a_row_and_an_appended_one_does_not(played: P
     for trajectory in played.trajectories:
         rows = played.rows_of(trajectory)
         assert len(rows) == len(trajectory.sequences)
-        assert sum(len(row.turns) for row in rows) == len(trajectory.turns) == NUM_TURNS
+        assert sum(len(row.turns) for row in rows) == len(trajectory.turns)
+        assert len(trajectory.turns) == (3 if trajectory.truncated else NUM_TURNS)
+        assert trajectory.truncated == (len(trajectory.token_ids) == CUT_AT)
 
 
 def test_every_sampled_token_is_trained_once_with_the_logprob_of_the_engine(played: Played) -> None:
@@ -177,13 +204,16 @@ def test_a_row_is_what_the_engine_read_before_each_of_its_actions(played: Played
 
 
 def test_the_learner_computes_the_logprobs_that_the_engine_gave(played: Played) -> None:
-    learner = Learner(played.directory, TrainingConfig(), seed=0)
-    read = read_sampled_tokens(
-        played.rows, lambda batch: learner._forward.logprobs(batch)[0], learner.config, learner.device
-    )
-    for row, logprobs in zip(played.rows, read, strict=True):
-        assert row.temperature == TEMPERATURE
-        np.testing.assert_allclose(logprobs[row.loss_mask], row.behaviour_logprobs[row.loss_mask], atol=1e-4)
+    """Of each token, under the version that it names, whatever engines took the turns before it."""
+    for version, directory in played.directories.items():
+        learner = Learner(directory, TrainingConfig(), seed=0)
+        read = read_sampled_tokens(
+            played.rows, lambda batch, of=learner: of._forward.logprobs(batch)[0], learner.config, learner.device
+        )
+        for row, logprobs in zip(played.rows, read, strict=True):
+            assert row.temperature == TEMPERATURE
+            own = row.loss_mask & (row.token_versions == version)
+            np.testing.assert_allclose(logprobs[own], row.behaviour_logprobs[own], atol=EXACT)
 
 
 def test_a_rollout_counts_once_however_many_rows_it_has(played: Played) -> None:
@@ -208,15 +238,22 @@ def test_the_advantage_of_a_turn_does_not_depend_on_the_rows_it_lies_in(played: 
         ]
 
     by_turn = of_turns(played.rows)
-    assert len(by_turn) == 2 * NUM_TURNS and any(by_turn)
+    assert len(by_turn) == sum(len(t.turns) for t in played.trajectories) and any(by_turn)
     assert by_turn == pytest.approx(of_turns(played.unsplit), rel=1e-5)
 
 
 def test_an_update_trains_every_sampled_token_once(played: Played) -> None:
-    report = Learner(played.directory, TrainingConfig(), seed=0).update(played.rows, 0)
-    sampled = sum(trajectory.num_sampled_tokens for trajectory in played.trajectories)
-    assert report.metrics["tokens/trained"] == sampled > 0
-    assert report.metrics["engine_difference/max"] < 1e-4
+    learner = Learner(played.directory, TrainingConfig(minibatches=1), seed=0)
+    learner.version = version = max(played.directories)
+    metrics = learner.update(played.rows, version).metrics
+    versions = np.concatenate([t.token_versions[t.loss_mask] for t in played.trajectories])
+    assert metrics["tokens/trained"] == len(versions) > 0
+    assert metrics["engine_difference/num_tokens"] == (versions == version).sum() > 0
+    assert metrics["engine_difference/max"] < EXACT
+    assert metrics["policy_drift/num_tokens"] == (versions < version).sum()
+    if version:
+        assert metrics["policy_drift/mean"] > 0.01, "the two policies can be told apart"
+        assert metrics["staleness/max"] == NEW
 
 
 def test_sequences_of_a_trajectory_draw_their_own_noise(played: Played) -> None:
