@@ -58,6 +58,14 @@ def training_of(cell: str, base: TrainingConfig) -> TrainingConfig:
     return TrainingConfig.model_validate({**base.model_dump(), **CELLS[cell]})
 
 
+def collapsed(run: Mapping[str, Any]) -> bool:
+    """Whether training ended early, or a family ended below half of the held-out success that it began with: a family
+    can be lost behind a mean that rises."""
+    return bool(run["failed"]) or any(
+        run["by_family"][name] < start / 2 for name, start in run["start_by_family"].items()
+    )
+
+
 def summarise_cells(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) -> list[dict[str, Any]]:
     """One row a cell, by staleness: mean and lowest final success over seeds, the difference to the default (95 %
     interval over paired seeds), and collapses."""
@@ -74,7 +82,7 @@ def summarise_cells(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) ->
                     f"beside default, alpha {alpha}": interval_text(found)
                     if (found := beside_default(runs, cell, alpha))
                     else "",
-                    f"collapses, alpha {alpha}": f"{sum(run['collapsed'] for run in done)} of {len(done)}",
+                    f"collapses, alpha {alpha}": f"{sum(collapsed(run) for run in done)} of {len(done)}",
                 }
         if len(row) > 1:
             rows.append(row)
@@ -123,7 +131,7 @@ def advice(runs: Sequence[Mapping[str, Any]], alphas: Sequence[int]) -> str:
         compared = {cell: found for cell in CELLS if (found := beside_default(runs, cell, alpha))}
         if not compared:
             continue
-        unstable = {run["cell"] for run in runs if run["alpha"] == alpha and run["collapsed"]}
+        unstable = {run["cell"] for run in runs if run["alpha"] == alpha and collapsed(run)}
         above = [cell for cell, found in compared.items() if (found.low or 0.0) > 0 and cell not in unstable]
         below = [cell for cell, found in compared.items() if (found.high or 0.0) < 0]
         described = [

@@ -110,7 +110,6 @@ def train_missing(
                 "seed": seed,
                 "updates": updates,
                 "wall_s": durations[-1],
-                "collapsed": result.collapsed,
                 **dataclasses.asdict(result),
             }
         )
