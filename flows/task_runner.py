@@ -161,9 +161,7 @@ class PoolTaskRunner(TaskRunner[PoolFuture[Any]]):
     """Runs the tasks of a flow on the Dask cluster at ``address``, each on the hardware class that its tag names.
 
     A runner of our own on Prefect's public base class, not a `prefect_dask.DaskTaskRunner`: that one serialises the
-    settings and the flow anew for every task and rebuilds them in the worker. Measured in turns on two busy cores: 64
-    to 92 ms of submission a task against 1 to 3 ms, and 156 to 259 ms from submission to result against 98 to 191 ms.
-    Here the context is serialised once a flow run, and a worker rebuilds the settings only when they change.
+    settings and the flow anew for every task and rebuilds them in the worker. Here the context is serialised once a flow run, and a worker rebuilds the settings only when they change.
 
     Args:
         address: address of the Dask scheduler, ``tcp://host:port``.
