@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Literal
 
 from resources.rewards.base import Score, ScoringRequest
-from resources.rewards.scorers.invalid_actions import reward_components
+from resources.rewards.scorers.verdict import payload_with, verdict
 
 # No exponents: 1e999999999 is nobody's answer, and arithmetic on it never ends.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)", re.ASCII)
@@ -29,22 +29,11 @@ class ExactAnswerScorer:
 
     def score(self, request: ScoringRequest) -> Score:
         """Raises ValueError when the payload lacks a key."""
-        payload = request.payload
-        missing = {"answer", "expected"} - payload.keys()
-        if missing:
-            raise ValueError(f"payload of {request.trajectory_id!r} lacks {sorted(missing)}; it has {sorted(payload)}")
+        payload = payload_with(request, "answer", "expected")
         success = payload["answer"] is not None and self._canonical(payload["answer"]) == self._canonical(
             payload["expected"]
         )
-        components = reward_components(float(success), payload)
-        return Score(
-            trajectory_id=request.trajectory_id,
-            scorer=request.scorer,
-            scorer_version=request.scorer_version,
-            reward=sum(components.values()),
-            success=success,
-            components=components,
-        )
+        return verdict(request, success)
 
     def _canonical(self, value: object) -> Decimal | str:
         text = " ".join(str(value).split())

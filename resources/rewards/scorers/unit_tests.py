@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from resources.rewards.base import Score, ScoringRequest
-from resources.rewards.scorers.invalid_actions import reward_components
+from resources.rewards.scorers.verdict import payload_with, verdict
 from resources.sandbox.runner import run_tests
 
 TEST_SHARE = 0.5
@@ -32,22 +32,10 @@ class UnitTestsScorer:
 
     def score(self, request: ScoringRequest) -> Score:
         """Raises ValueError when the payload lacks a key."""
-        payload = request.payload
-        missing = {"code", "tests"} - payload.keys()
-        if missing:
-            raise ValueError(f"payload of {request.trajectory_id!r} lacks {sorted(missing)}; it has {sorted(payload)}")
+        payload = payload_with(request, "code", "tests")
         passed, message = False, "no code was given"
         if payload["code"] is not None:
             deadline_s = min(self.test_deadline_s, TEST_SHARE * request.deadline_s)
             result = run_tests(payload["code"], payload["tests"], deadline_s=deadline_s)
             passed, message = result.passed, result.message
-        components = reward_components(float(passed), payload)
-        return Score(
-            trajectory_id=request.trajectory_id,
-            scorer=request.scorer,
-            scorer_version=request.scorer_version,
-            reward=sum(components.values()),
-            success=passed,
-            components=components,
-            failure_message="" if passed else message,
-        )
+        return verdict(request, passed, "" if passed else message)
