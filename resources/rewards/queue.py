@@ -34,14 +34,10 @@ from resources.trajectories.arrow_files import decode_arrow, encode_arrow
 logger = logging.getLogger(__name__)
 
 QUEUE = "rewards/queue"
+FRESH = f"{QUEUE}/fresh"
 RESULTS = "rewards/results"
 LISTING_MAX_AGE_S = 1.0
 """Claims are taken from one listing for this long: a deep backlog is not listed anew for every claim."""
-RESCAN_S = 30.0
-"""How often a reader lists all results, in case a marker was lost with the process that had to write or read it."""
-FORGET_S = 3600.0
-"""A reader forgets answers to batches that were submitted longer ago than this: what still comes then comes by its
-marker, and whoever no longer waits for it ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,7 @@ class Backlog:
 
 
 class RewardQueue:
-    """One run's queue. Environment workers submit, replicas claim and complete, the run's one reader takes new results.
+    """One run's queue. Environment workers submit, replicas claim and complete; results are read in results.py.
 
     An instance is cheap and belongs to one thread; its methods block. ``store`` is the root store; ``clock`` gives Unix
     seconds.
@@ -84,8 +80,6 @@ class RewardQueue:
         self._attempts: dict[str, int] = {}  # as last listed
         self._candidates: deque[str] = deque()  # listed requests that this instance has not looked at
         self._listed_at = float("-inf")
-        self._scanned_at = float("-inf")
-        self._answered: dict[tuple[str, str, str], float] = {}  # when the batch that it came with was submitted
 
     # --- environment workers ---
 
@@ -136,45 +130,16 @@ class RewardQueue:
 
         Raises ValueError when the scores do not match the requests.
         """
-        asked = [_reward_key(r) for r in claim.requests]
-        given = [_reward_key(s) for s in scores]
+        asked = [reward_key(r) for r in claim.requests]
+        given = [reward_key(s) for s in scores]
         if asked != given:
             raise ValueError(f"batch {claim.request_id} asks for {asked}, but is answered for {given}")
         table = reward_rows.to_table(scores, families=[r.family for r in claim.requests], replica=claim.owner)
-        first = self.store.create(_result_key(claim.request_id), encode_arrow(table))
+        first = self.store.create(result_key(claim.request_id), encode_arrow(table))
         self._clean_up(claim.request_id, claim.attempt)
         return first
 
-    # --- the run ---
-
-    def new_results(self, seen: set[str]) -> list[tuple[str, list[Score]]]:
-        """Results that are not in ``seen``, as (id, scores); their ids are added to ``seen``, old ones taken out.
-
-        One list call. The first call of an instance, and one every `RESCAN_S`, lists all results instead, so that a
-        resumed reader gets every result that its ``seen`` lacks. There is one reader per run: it deletes the markers.
-        A trajectory that was submitted twice is answered once: the first answer that this instance reads counts.
-        """
-        now = self._clock()
-        fresh = {key.rsplit("/", 1)[1] for key in self.store.list(f"{QUEUE}/fresh")}
-        ids = set(fresh)
-        if now - self._scanned_at >= RESCAN_S:
-            listed = {key.rsplit("/", 1)[1].removesuffix(".arrow") for key in self.store.list(RESULTS)}
-            is_first = self._scanned_at == float("-inf")
-            ids |= {each for each in listed if is_first or not self._is_old(_facts(each)[0], now)}
-            self._scanned_at = now
-            self._forget(seen, now)
-        # All are read before any counts as seen: a read that fails leaves everything for the next call.
-        unseen = [(request_id, self._read_result(request_id)) for request_id in sorted(ids - seen)]
-        results = []
-        for request_id, scores in unseen:
-            new = [score for score in scores if _reward_key(score) not in self._answered]
-            self._answered.update((_reward_key(score), _facts(request_id)[0]) for score in new)
-            seen.add(request_id)
-            if new:
-                results.append((request_id, new))
-        for request_id in fresh:
-            self.store.delete(f"{QUEUE}/fresh/{request_id}")
-        return results
+    # --- the autoscaler ---
 
     def backlog(self) -> Backlog:
         """What is unfinished now: one list call, and one read per claim that was not seen before."""
@@ -185,7 +150,7 @@ class RewardQueue:
         oldest_age_s = 0.0
         for request_id in requests:
             held = request_id in attempts and self._leases.is_live(request_id, attempts[request_id])
-            submitted_at, num = _facts(request_id)
+            submitted_at, num = facts_of(request_id)
             num_requests[held] += num
             num_batches[held] += 1
             if not held:
@@ -199,14 +164,6 @@ class RewardQueue:
         )
 
     # --- inside ---
-
-    @staticmethod
-    def _is_old(submitted_at: float, now: float) -> bool:
-        return now - submitted_at > FORGET_S
-
-    def _forget(self, seen: set[str], now: float) -> None:
-        seen -= {request_id for request_id in seen if self._is_old(_facts(request_id)[0], now)}
-        self._answered = {key: at for key, at in self._answered.items() if not self._is_old(at, now)}
 
     def _look(self) -> tuple[list[str], dict[str, int]]:
         """One list call: ids of the unfinished batches, oldest first, and the highest attempt of each claimed id."""
@@ -226,7 +183,7 @@ class RewardQueue:
         claim = self._leases.take(request_id, attempt, owner, lease_s)
         if claim is None:
             return None  # another replica was faster
-        if attempt > 1 and self.store.exists(_result_key(request_id)):
+        if attempt > 1 and self.store.exists(result_key(request_id)):
             self._clean_up(request_id, attempt)
             return None
         requests = self._read_requests(request_id)
@@ -259,7 +216,7 @@ class RewardQueue:
         self.complete(claim, [unscored(request, message) for request in requests])
 
     def _clean_up(self, request_id: str, attempt: int) -> None:
-        self.store.put(f"{QUEUE}/fresh/{request_id}", b"")
+        self.store.put(f"{FRESH}/{request_id}", b"")
         self.store.delete(_request_key(request_id))
         for number in range(1, attempt + 1):
             self._leases.drop(request_id, number)
@@ -269,9 +226,6 @@ class RewardQueue:
         for request_id, attempt in self._attempts.items():
             if request_id not in requests and not self._leases.is_live(request_id, attempt):
                 self._leases.drop(request_id, attempt)
-
-    def _read_result(self, request_id: str) -> list[Score]:
-        return reward_rows.from_table(decode_arrow(self.store.get(_result_key(request_id))))
 
 
 def unscored(request: ScoringRequest, message: str, duration_s: float = 0.0) -> Score:
@@ -287,13 +241,14 @@ def unscored(request: ScoringRequest, message: str, duration_s: float = 0.0) -> 
     )
 
 
-def _facts(request_id: str) -> tuple[float, int]:
+def facts_of(request_id: str) -> tuple[float, int]:
     """When a batch was submitted (Unix seconds) and how many requests it holds, as its id says."""
     milliseconds, _, num_requests = request_id.split("-")
     return int(milliseconds) / 1000, int(num_requests)
 
 
-def _reward_key(item: ScoringRequest | Score) -> tuple[str, str, str]:
+def reward_key(item: ScoringRequest | Score) -> tuple[str, str, str]:
+    """What is answered once."""
     return item.trajectory_id, item.scorer, item.scorer_version
 
 
@@ -301,5 +256,5 @@ def _request_key(request_id: str) -> str:
     return f"{QUEUE}/requests/{request_id}.arrow"
 
 
-def _result_key(request_id: str) -> str:
+def result_key(request_id: str) -> str:
     return f"{RESULTS}/{request_id}.arrow"

@@ -15,13 +15,13 @@ LONGEST_PAUSE_S = 5.0
 def open_reward_results(store_url: str, run_id: str) -> Callable[[], list[Score]]:
     """A function that returns the scores which arrived since its last call; it blocks, and belongs to one thread."""
     from resources.object_store import ObjectStore
-    from resources.rewards.queue import RewardQueue
+    from resources.rewards.results import RewardResults
 
-    queue = RewardQueue(ObjectStore.open(store_url), run_id)
+    results = RewardResults(ObjectStore.open(store_url), run_id)
     seen: set[str] = set()
 
     def read() -> list[Score]:
-        return [score for _, scores in queue.new_results(seen) for score in scores]
+        return [score for _, scores in results.read_new(seen) for score in scores]
 
     return read
 

@@ -1,3 +1,5 @@
+"""The reward queue: claims, leases and answers."""
+
 from __future__ import annotations
 
 import threading
@@ -6,28 +8,10 @@ import pytest
 
 from resources.failures import FailureClass
 from resources.object_store import ObjectStore
-from resources.rewards.base import Score, ScoringRequest
-from resources.rewards.leases import Claim
-from resources.rewards.queue import FORGET_S, QUEUE, RESCAN_S, Backlog, RewardQueue
-
-LEASE_S = 10.0
-SKEW_S = 2.0
-
-
-class HandClock:
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def requests(*names: str) -> list[ScoringRequest]:
-    return [ScoringRequest(f"run/{name}", "calculator", "exact_answer", "1", {"answer": "7"}) for name in names]
-
-
-def scores(claim: Claim, reward: float) -> list[Score]:
-    return [Score(r.trajectory_id, r.scorer, r.scorer_version, reward, success=True) for r in claim.requests]
+from resources.rewards.base import ScoringRequest
+from resources.rewards.queue import QUEUE, Backlog, RewardQueue
+from resources.rewards.results import RESCAN_S, RewardResults
+from tests.claimed_rewards import LEASE_S, SKEW_S, HandClock, claimed, requests, scores
 
 
 @pytest.fixture
@@ -45,17 +29,16 @@ def queue(store, clock) -> RewardQueue:
     return RewardQueue(store, "run", clock_skew_s=SKEW_S, clock=clock)
 
 
+@pytest.fixture
+def results(store, clock) -> RewardResults:
+    return RewardResults(store, "run", clock=clock)
+
+
 def another(queue: RewardQueue, store: ObjectStore, clock: HandClock, **arguments) -> RewardQueue:
     return RewardQueue(store, queue.run_id, clock_skew_s=SKEW_S, clock=clock, **arguments)
 
 
-def claimed(queue: RewardQueue, owner: str) -> Claim:
-    claim = queue.claim(owner, LEASE_S)
-    assert claim is not None
-    return claim
-
-
-def test_a_batch_goes_from_submission_to_result(queue, store, clock):
+def test_a_batch_goes_from_submission_to_result(queue, results, store, clock):
     asked = requests("a", "b")
     request_id = queue.submit(asked)
     assert queue.backlog() == Backlog(num_unclaimed=2, num_unclaimed_batches=1)
@@ -69,17 +52,17 @@ def test_a_batch_goes_from_submission_to_result(queue, store, clock):
     answered = scores(claim, 1.0)
     assert queue.complete(claim, answered) is True
     seen: set[str] = set()
-    assert queue.new_results(seen) == [(request_id, answered)]
+    assert results.read_new(seen) == [(request_id, answered)]
     assert seen == {request_id}
-    assert queue.new_results(seen) == []
+    assert results.read_new(seen) == []
     assert queue.backlog() == Backlog()
 
 
-def test_nothing_but_the_result_is_left(queue, store):
+def test_nothing_but_the_result_is_left(queue, results, store):
     request_id = queue.submit(requests("a"))
     claim = claimed(queue, "r1")
     queue.complete(claim, scores(claim, 1.0))
-    queue.new_results(set())
+    results.read_new(set())
     assert store.list("runs/run") == [f"runs/run/rewards/results/{request_id}.arrow"]
 
 
@@ -141,26 +124,26 @@ def test_a_late_duplicate_is_ignored(queue, store, clock):
         clock.now += LEASE_S + SKEW_S
         other = another(queue, store, clock)
         claims["thief"] = claimed(other, "thief")
-        reader = another(queue, store, clock)
+        reader = RewardResults(store, "run", clock=clock)
         seen: set[str] = set()
-        reader.new_results(seen)
+        reader.read_new(seen)
 
         assert queue.complete(claims[first_to_answer], scores(claims[first_to_answer], 1.0)) is True
-        assert [[s.reward for s in batch] for _, batch in reader.new_results(seen)] == [[1.0]]
+        assert [[s.reward for s in batch] for _, batch in reader.read_new(seen)] == [[1.0]]
         assert other.complete(claims[second_to_answer], scores(claims[second_to_answer], 0.0)) is False
-        assert reader.new_results(seen) == []
+        assert reader.read_new(seen) == []
         clock.now += RESCAN_S
-        assert reader.new_results(seen) == []
+        assert reader.read_new(seen) == []
         assert other.claim("anybody", LEASE_S) is None
 
 
-def test_attempts_are_capped_and_end_as_unscored(queue, store, clock, caplog):
+def test_attempts_are_capped_and_end_as_unscored(queue, results, store, clock, caplog):
     request_id = queue.submit(requests("a", "b"))
     for attempt in (1, 2, 3):
         assert claimed(queue, f"dies-{attempt}").attempt == attempt
         clock.now += LEASE_S + SKEW_S
     assert queue.claim("r4", LEASE_S) is None
-    [(answered, batch)] = queue.new_results(set())
+    [(answered, batch)] = results.read_new(set())
     assert answered == request_id
     assert [(s.trajectory_id, s.reward, s.failure) for s in batch] == [
         ("run/a", None, FailureClass.REWARD),
@@ -191,7 +174,7 @@ def test_a_replica_that_dies_after_its_result_leaves_a_clean_up_and_no_second_sc
     heir = another(queue, store, clock)
     assert heir.claim("heir", LEASE_S) is None
     assert run.list(QUEUE) == [f"{QUEUE}/fresh/{request_id}"]
-    assert [s.reward for _, batch in heir.new_results(set()) for s in batch] == [1.0]
+    assert [s.reward for _, batch in RewardResults(store, "run", clock=clock).read_new(set()) for s in batch] == [1.0]
 
 
 def test_a_claim_without_a_request_goes_away_once_expired(queue, store, clock):
@@ -211,98 +194,6 @@ def test_an_unreadable_request_is_set_aside_aloud(queue, store, caplog):
     assert claimed(queue, "r").requests[0].trajectory_id == "run/a"
     assert run.get(f"{QUEUE}/rejected/0000000000001-abcdefab-0001.arrow") == b"not arrow"
     assert "cannot be read" in caplog.text
-
-
-def test_a_new_reader_gets_what_its_seen_lacks(queue, store, clock):
-    """A reader that died after reading, before anything of it was recorded."""
-    ids = []
-    for name in "abc":
-        ids.append(queue.submit(requests(name)))
-        claim = claimed(queue, "r")
-        queue.complete(claim, scores(claim, 1.0))
-        clock.now += 0.01
-    assert [i for i, _ in another(queue, store, clock).new_results(set())] == ids
-    resumed = another(queue, store, clock)
-    seen = set(ids[:1])
-    assert [i for i, _ in resumed.new_results(seen)] == ids[1:]
-    assert resumed.new_results(seen) == []
-
-
-def test_a_poll_lists_the_markers_only(queue, clock, monkeypatch):
-    seen: set[str] = set()
-    queue.new_results(seen)
-    listed = []
-    listing = type(queue.store).list
-    monkeypatch.setattr(type(queue.store), "list", lambda self, prefix: listed.append(prefix) or listing(self, prefix))
-    queue.new_results(seen)
-    assert listed == [f"{QUEUE}/fresh"]
-
-
-def test_a_lost_marker_is_made_good_by_the_next_rescan(queue, store, clock):
-    seen: set[str] = set()
-    queue.new_results(seen)
-    request_id = queue.submit(requests("a"))
-    claim = claimed(queue, "r")
-    queue.complete(claim, scores(claim, 1.0))
-    store.delete(f"runs/run/{QUEUE}/fresh/{request_id}")
-    assert queue.new_results(seen) == []
-    clock.now += RESCAN_S
-    assert [i for i, _ in queue.new_results(seen)] == [request_id]
-
-
-def test_a_read_that_fails_loses_nothing(queue, store, clock, monkeypatch):
-    ids = []
-    for name in "ab":
-        ids.append(queue.submit(requests(name)))
-        claim = claimed(queue, "r")
-        queue.complete(claim, scores(claim, 1.0))
-        clock.now += 0.01
-    seen: set[str] = set()
-    get = type(queue.store).get
-
-    def fail_on_the_second(self, key):
-        if ids[1] in key:
-            raise OSError("connection reset")
-        return get(self, key)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(queue.store), "get", fail_on_the_second)
-        with pytest.raises(OSError, match="connection reset"):
-            queue.new_results(seen)
-    assert seen == set()
-    assert [i for i, _ in queue.new_results(seen)] == ids
-
-
-def test_what_a_reader_remembers_does_not_grow_with_the_run(queue, store, clock):
-    seen: set[str] = set()
-    for number in range(20):
-        queue.submit(requests(str(number)))
-        claim = claimed(queue, "r")
-        queue.complete(claim, scores(claim, 1.0))
-        assert len(queue.new_results(seen)) == 1, "each is read once, however much is forgotten"
-        clock.now += 600.0
-    assert len(seen) <= 8 and len(queue._answered) <= 8
-    assert another(queue, store, clock).new_results(set()) != [], "a resumed reader still gets all of them"
-
-
-def test_a_result_that_came_very_late_is_read(queue, clock):
-    seen: set[str] = set()
-    queue.new_results(seen)
-    request_id = queue.submit(requests("a"))
-    clock.now += FORGET_S + 1
-    claim = claimed(queue, "slow")
-    queue.complete(claim, scores(claim, 1.0))
-    assert [i for i, _ in queue.new_results(seen)] == [request_id]
-
-
-def test_a_trajectory_that_was_submitted_twice_is_answered_once(queue):
-    queue.submit(requests("a"))
-    queue.submit(requests("a", "b"))
-    for _ in range(2):
-        claim = claimed(queue, "r")
-        queue.complete(claim, scores(claim, 1.0))
-    answered = [s.trajectory_id for _, batch in queue.new_results(set()) for s in batch]
-    assert sorted(answered) == ["run/a", "run/b"]
 
 
 def test_every_batch_is_answered_exactly_once_by_two_concurrent_replicas(store):
@@ -333,14 +224,14 @@ def answer_with_two_concurrent_replicas(store: ObjectStore, num_batches: int) ->
     threads = [threading.Thread(target=work, args=(owner,)) for owner in ("r1", "r2")]
     for thread in threads:
         thread.start()
-    reader = RewardQueue(store, "run")
+    reader = RewardResults(store, "run")
     seen: set[str] = set()
     answered: list[str] = []
     for thread in threads:
         while thread.is_alive():
-            answered += [s.trajectory_id for _, batch in reader.new_results(seen) for s in batch]
+            answered += [s.trajectory_id for _, batch in reader.read_new(seen) for s in batch]
             thread.join(timeout=0.005)
-    answered += [s.trajectory_id for _, batch in reader.new_results(seen) for s in batch]
+    answered += [s.trajectory_id for _, batch in reader.read_new(seen) for s in batch]
     assert sorted(firsts) == sorted(ids)
     assert sorted(answered) == sorted(f"run/{i}" for i in range(num_batches))
     assert seen == ids

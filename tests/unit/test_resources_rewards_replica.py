@@ -15,6 +15,7 @@ from resources.rewards.config import RewardsConfig
 from resources.rewards.liveness import REPLICAS, RUN_HEARTBEAT, Beacon
 from resources.rewards.queue import QUEUE, Backlog, RewardQueue
 from resources.rewards.replica import ReplicaReport, serve_rewards
+from resources.rewards.results import RewardResults
 
 CONFIG = RewardsConfig(keep_alive_s=20.0, max_lifetime_s=100.0, owner_timeout_s=30.0, lease_s=9.0, clock_skew_s=1.0)
 PATIENCE_S = 60.0
@@ -101,7 +102,11 @@ class Stage:
         self.at_pause()
 
     def results(self) -> dict[str, float | None]:
-        return {s.trajectory_id: s.reward for _, batch in self.queue().new_results(set()) for s in batch}
+        return {
+            s.trajectory_id: s.reward
+            for _, batch in RewardResults(self.store, "run", clock=self.clock).read_new(set())
+            for s in batch
+        }
 
 
 @pytest.fixture
@@ -236,7 +241,7 @@ def test_two_replicas_score_everything_exactly_once(tmp_path):
     store = ObjectStore.open(tmp_path)
     config = RewardsConfig(keep_alive_s=0.5, idle_poll_s=0.05, scorer_processes=2)
     Beacon(store, f"runs/run/{RUN_HEARTBEAT}").beat()
-    queue = RewardQueue(store, "run")
+    queue, results = RewardQueue(store, "run"), RewardResults(store, "run")
     for batch in range(12):
         queue.submit([
             ScoringRequest(f"run/{batch}-{i}", "f", "exact_answer", "1", {"answer": str(i), "expected": "1"})
@@ -257,9 +262,9 @@ def test_two_replicas_score_everything_exactly_once(tmp_path):
     end = time.monotonic() + PATIENCE_S
     while any(thread.is_alive() for thread in threads):
         assert time.monotonic() < end, f"replicas still serve after {PATIENCE_S} s: {queue.backlog()}"
-        scores += [s for _, batch in queue.new_results(seen) for s in batch]
+        scores += [s for _, batch in results.read_new(seen) for s in batch]
         time.sleep(0.01)
-    scores += [s for _, batch in queue.new_results(seen) for s in batch]
+    scores += [s for _, batch in results.read_new(seen) for s in batch]
 
     rewards = {s.trajectory_id: s.reward for s in scores}
     assert len(scores) == len(rewards) == 49

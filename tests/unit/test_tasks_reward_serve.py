@@ -11,6 +11,7 @@ from resources.rewards.base import ScoringRequest
 from resources.rewards.config import RewardsConfig
 from resources.rewards.elastic_pool import elastic_pool
 from resources.rewards.queue import RewardQueue
+from resources.rewards.results import RewardResults
 from resources.rewards.scorers import resolve_scorer
 from resources.rewards.scorers.arguments import write_scorer_arguments
 from tasks.reward.serve import serve
@@ -33,7 +34,7 @@ def test_the_pool_grows_with_the_backlog_and_ends_with_the_run(tmp_path):
     capitals = plain.model_copy(update={"scorer_arguments": {"ignore_case": True}})
     write_scorer_arguments(store, "run", {"capitals": capitals, "plain": plain})
     version = resolve_scorer("exact_answer", capitals.scorer_arguments).version
-    queue = RewardQueue(store, "run")
+    queue, results = RewardQueue(store, "run"), RewardResults(store, "run")
     ids = {
         queue.submit([
             ScoringRequest(f"run/{i}", "capitals", "exact_answer", version, {"answer": "PARIS", "expected": "paris"}),
@@ -56,7 +57,7 @@ def test_the_pool_grows_with_the_backlog_and_ends_with_the_run(tmp_path):
     with elastic_pool(store, "run", CONFIG, launch) as pool:
         while seen != ids or pool.num_replicas != CONFIG.max_replicas:
             assert time.monotonic() < end, f"{len(seen)} of {len(ids)} batches, {pool.num_replicas} replicas"
-            for _, scores in queue.new_results(seen):
+            for _, scores in results.read_new(seen):
                 assert not {s.trajectory_id for s in scores} & rewards.keys()
                 rewards |= {s.trajectory_id: s.reward for s in scores}
             time.sleep(0.01)
