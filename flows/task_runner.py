@@ -161,7 +161,8 @@ class PoolTaskRunner(TaskRunner[PoolFuture[Any]]):
     """Runs the tasks of a flow on the Dask cluster at ``address``, each on the hardware class that its tag names.
 
     A runner of our own on Prefect's public base class, not a `prefect_dask.DaskTaskRunner`: that one serialises the
-    settings and the flow anew for every task and rebuilds them in the worker. Here the context is serialised once a flow run, and a worker rebuilds the settings only when they change.
+    settings and the flow anew for every task and rebuilds them in the worker. Here the context is serialised once a
+    flow run, and a worker rebuilds the settings only when they change.
 
     Args:
         address: address of the Dask scheduler, ``tcp://host:port``.
