@@ -1,13 +1,16 @@
-"""Environments with tools that the tests play, here and behind a server."""
+"""Environments with tools that the tests play, here and behind a server, and how they are played."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Mapping
 from typing import Any
 
 from resources.environments.base import Message, StepOutcome
+from resources.environments.deadline import DeadlineEnvironment
+from resources.environments.threads import DaemonThreads
 from resources.environments.tools.tool_calls import Tool
 from resources.environments.tools.tool_environment import ToolEnvironment, ToolError, ToolResult
 
@@ -63,3 +66,29 @@ class Quotients(ToolEnvironment):
 
     def judgement(self) -> dict[str, Any]:
         return {"answer": self._answer, "expected": str(self._a // self._b)}
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def openai(*calls: tuple[str, str, str], content: str | None = None) -> str:
+    """(id, name, arguments as text)"""
+    listed = [
+        {"id": each, "type": "function", "function": {"name": name, "arguments": text}} for each, name, text in calls
+    ]
+    return json.dumps({"role": "assistant", "content": content, "tool_calls": listed})
+
+
+def play(inner: ToolEnvironment, *actions: str, seed: int = 5) -> tuple[list[Message], list[StepOutcome]]:
+    async def main() -> tuple[list[Message], list[StepOutcome]]:
+        environment = DeadlineEnvironment(
+            inner, family="mine", reset_deadline_s=20, step_deadline_s=20, threads=DaemonThreads(1)
+        )
+        opening = await environment.reset(seed)
+        try:
+            return opening, [await environment.step(action) for action in actions]
+        finally:
+            await environment.close()
+
+    return asyncio.run(main())
