@@ -1,4 +1,4 @@
-"""The group queue with hand-written workers: batches, scores, evaluation, lost workers, resume."""
+"""The group queue with hand-written workers: batches, scores, lost workers, resume."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pickle
 
 import pytest
 
-from resources.failures import DeadlineExceeded, FailureClass, InfrastructureFailure
+from resources.failures import DeadlineExceeded, FailureClass
 from resources.rewards.base import Score
-from resources.rollout.messages import Assignment, Reserved, WorkerReport
+from resources.rollout.messages import WorkerReport
 from tests.scripted_workers import (
     ManualClock,
     ScriptedWorker,
@@ -194,64 +194,6 @@ def test_work_is_shared_by_free_capacity():
     asyncio.run(main())
 
 
-def test_evaluation_is_played_first_and_apart_from_training():
-    async def main():
-        queue = make_queue(families(group_size=4), max_staleness=0)
-        worker = ScriptedWorker(queue, capacity=3)
-        evaluation = asyncio.create_task(queue.evaluate({"inline": 3}, seed=5, evaluate_timeout_s=5.0, greedy=True))
-        await asyncio.sleep(0)
-        await worker.step()
-        assert [(a.split, a.greedy) for a in worker.seen] == [("eval", True)] * 3
-        await worker.step()
-        groups = await evaluation
-        assert [len(group.members) for group in groups] == [1, 1, 1]
-        assert len({group.seed_env for group in groups}) == 3
-        assert queue._gate.admission.accepted("inline") == 0, "outside admission"
-        assert {a.split for a in worker.seen[3:]} == {"train"}
-        await queue.close()
-        return worker.seen[:3]
-
-    first, second = asyncio.run(main()), asyncio.run(main())
-    seeds = lambda of: [(a.seed_env, a.seed_sampling) for a in of]  # noqa: E731
-    assert seeds(first) == seeds(second), "the same episodes, whichever service plays them"
-    assert {a.trajectory_id for a in first}.isdisjoint(a.trajectory_id for a in second)
-
-
-def test_failed_evaluation_episodes_are_retried_then_left_unscored():
-    def play(assignment):
-        if assignment.split == "train":
-            return None
-        return (
-            broken(assignment) if assignment.group_id.endswith("0") or assignment.attempt == 0 else played(assignment)
-        )
-
-    async def driver(queue):
-        return await queue.evaluate({"inline": 2}, seed=5, evaluate_timeout_s=5.0)
-
-    worker, groups = run_with_worker(make_queue(), driver, play=play)
-    assert [len(group.members) for group in groups] == [0, 1]
-    attempts = [a.attempt for a in worker.seen if a.split == "eval" and a.group_id.endswith("0")]
-    assert attempts == [0, 1, 2]
-
-
-def test_evaluation_names_what_is_missing_and_lets_go_of_it():
-    async def main():
-        queue = make_queue()
-        worker = ScriptedWorker(queue, play=lambda assignment: None)
-        with pytest.raises(ValueError, match=r"names the families \['lake'\]"):
-            await queue.evaluate({"lake": 1}, 0, 1.0)
-        evaluation = asyncio.create_task(queue.evaluate({"inline": 1}, seed=5, evaluate_timeout_s=0.05))
-        await asyncio.sleep(0)
-        await worker.step()
-        with pytest.raises(DeadlineExceeded, match="1 of 1 episodes are missing: run/eval-.* running on w0"):
-            await evaluation
-        await worker.step()
-        assert [termination for _, termination in worker.cancelled] == ["preempted"]
-        await queue.close()
-
-    asyncio.run(main())
-
-
 def test_every_waiting_consumer_gets_the_batch():
     """S28: all wake at once, nobody loops, nothing is lost."""
 
@@ -404,57 +346,6 @@ def test_a_late_group_does_not_hold_the_batch_within_a_share_window():
         ]
         with pytest.raises(DeadlineExceeded, match=r"slow lacks 3 of 3 groups"):
             await queue.collect(1, 0.02)
-        await queue.close()
-
-    asyncio.run(main())
-
-
-def test_groups_of_a_batch_are_known_before_it_is_complete():
-    """What is reserved for a streamed update is in the batch; nothing is taken by looking."""
-    slow: dict[str, Assignment] = {}
-
-    def play(assignment):
-        if assignment.group_id not in ("inline-000000", "inline-000002"):
-            slow[assignment.trajectory_id] = assignment
-            return None
-        return played(assignment)
-
-    async def main():
-        queue = make_queue(families(groups_per_iteration=3), max_staleness=1)
-        worker = ScriptedWorker(queue, play=play)
-        for _ in range(3):
-            await worker.step()
-        collecting = asyncio.create_task(queue.collect(0, 5.0))
-        await asyncio.sleep(0)
-        early = await queue.reserved(0, [], 5.0)
-        names = [group.group_id for group in early.groups]
-        assert names == ["inline-000000", "inline-000002"] and not early.is_all
-        again = await queue.reserved(0, names, 0.0)
-        assert again == Reserved((), False), "what is known is not told again"
-        waiting = asyncio.create_task(queue.reserved(0, names, 30.0))
-        await asyncio.sleep(0)
-        worker._done += [played(assignment, oldest_version=0) for assignment in slow.values()]
-        await worker.step()
-        batch, last = await collecting, await waiting
-        assert last.is_all or {group.group_id for group in last.groups} <= {group.group_id for group in batch.groups}
-        assert set(early.groups) <= set(batch.groups) and len(batch.groups) == 3
-        rest = await queue.reserved(0, names, 0.0)
-        assert rest.is_all and {*rest.groups, *early.groups} == set(batch.groups)
-        assert queue._gate.families["inline"].complete, "groups of the next batch are there"
-        assert await queue.reserved(1, [], 0.0) == Reserved((), False), "nobody asked for it: they may still be evicted"
-        await queue.close()
-
-    asyncio.run(main())
-
-
-def test_who_waits_for_further_groups_hears_at_once_that_the_batch_is_taken_or_will_never_come():
-    async def main():
-        queue = make_queue(families(groups_per_iteration=2))
-        waiting = asyncio.create_task(queue.reserved(0, [], 30.0))
-        await asyncio.sleep(0)
-        await queue.fail("all rollout workers are gone")
-        with pytest.raises(InfrastructureFailure, match="all rollout workers are gone"):
-            await asyncio.wait_for(waiting, 5.0)
         await queue.close()
 
     asyncio.run(main())
