@@ -33,10 +33,11 @@ class AdvantageConfig(BaseModel):
     as its only argument). See docs/algorithms.md."""
     scaling: Literal["group", "batch", "none"] = "group"
     """What a centred reward is divided by. ``group``: the group's standard deviation (ddof 0) plus ``epsilon``.
-    ``batch``: that of all scored rollouts which share this setting (``grpo`` only). ``none``: nothing (Dr. GRPO)."""
+    ``batch``: that of all scored rollouts of the families which share this section (``grpo`` only). ``none``: nothing
+    (Dr. GRPO). Read by ``grpo``, ``turn_returns`` and ``gigpo``."""
     normalisation: Literal["none", "batch", "family"] = "none"
     """Afterwards, over the advantages of the trained tokens: mean 0 and standard deviation 1 over all families that
-    share this setting (``batch``), or within each family (``family``: task advantage normalisation)."""
+    share this section (``batch``), or within each family (``family``: task advantage normalisation)."""
     epsilon: float = Field(default=1e-4, ge=0)
     """Added to the standard deviation of ``scaling``, in units of reward."""
     discount: float = Field(default=1.0, gt=0, le=1)
@@ -125,8 +126,9 @@ class KLConfig(BaseModel):
     coefficient: float = Field(default=0.0, ge=0)
     """Weight of the penalty; 0: none, and no reference is needed."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = log policy - log reference: ``k1`` d, ``k2`` d^2 / 2, ``k3`` exp(-d) - 1 + d. In the loss, the mean
-    gradient of ``k1`` on tokens of the current policy is 0 whatever the reference is: it belongs in the reward."""
+    """With d = log policy - log reference: ``k1`` d, ``k2`` d^2 / 2, ``k3`` exp(-d) - 1 + d. The one whose mean
+    gradient is that of KL(policy || reference) is ``k2`` in the loss and ``k1`` in the reward. In the loss ``k3`` has
+    that of KL(reference || policy), and ``k1`` 0 whatever the reference is (see docs/algorithms.md)."""
     place: Literal["loss", "reward"] = "loss"
     """``loss``: added to each token's loss, with the current policy and a gradient. ``reward``: taken from the rewards,
     with the behaviour policy (the one that sampled), before advantages are estimated."""

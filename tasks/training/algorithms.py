@@ -68,15 +68,24 @@ class Algorithms:
 
     def __init__(self, config: TrainingConfig) -> None:
         built: dict[str, Algorithm] = {}
+        estimators: dict[str, AdvantageEstimator] = {}
+
+        def estimator_of(where: str, advantage: AdvantageConfig) -> AdvantageEstimator:
+            # Statistics over the batch are of all families with this section, whatever else they do otherwise.
+            key = repr(advantage)
+            if key not in estimators:
+                setting = f"{where}.advantage.estimator"
+                estimators[key] = build(setting, advantage.estimator, ESTIMATORS, advantage, "estimate")
+            return estimators[key]
 
         def built_once(where: str, sections: AlgorithmSections) -> Algorithm:
-            # Families of one configuration share one algorithm, so that their batch statistics are taken together.
+            # Families of one configuration share one algorithm, so that a correction sees their tokens together.
             key = repr(sections)
             if key not in built:
                 advantage, loss, corrections, kl = sections
                 built[key] = Algorithm(
                     advantage,
-                    build(f"{where}.advantage.estimator", advantage.estimator, ESTIMATORS, advantage, "estimate"),
+                    estimator_of(where, advantage),
                     build(f"{where}.loss.name", loss.name, LOSSES, loss, "needs_proximal", "token_losses"),
                     tuple(
                         build(f"{where}.corrections", each.name, CORRECTIONS, each, "needs_proximal", "weights")
@@ -112,6 +121,15 @@ class Algorithms:
             places.setdefault(id(algorithm), (algorithm, []))[1].append(place)
         return list(places.values())
 
+    def _by_estimator(self, families: Sequence[str]) -> list[tuple[AdvantageConfig, AdvantageEstimator, list[int]]]:
+        """The places of ``families`` that each estimator is for, ascending."""
+        places: dict[int, tuple[AdvantageConfig, AdvantageEstimator, list[int]]] = {}
+        for place, family in enumerate(families):
+            algorithm = self.of(family)
+            entry = (algorithm.advantage, algorithm.estimator, [])
+            places.setdefault(id(algorithm.estimator), entry)[2].append(place)
+        return list(places.values())
+
     @property
     def needs_components(self) -> bool:
         return any(algorithm.needs_components for algorithm in self.all)
@@ -121,7 +139,8 @@ class Algorithms:
         return any(algorithm.needs_critic for algorithm in self.all)
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Each row's advantages by the estimator of its family, then the normalisation over tokens."""
+        """Each row's advantages by the estimator of its family, then the normalisation over tokens. Families that share
+        a ``training.advantage`` share both, though their losses may differ."""
         rows = inputs.rows
         values: list[np.ndarray] = [np.zeros(len(row.token_ids), np.float32) for row in rows]
         returns: list[np.ndarray | None] = [None] * len(rows)
@@ -129,11 +148,11 @@ class Algorithms:
         num_groups: Counter[str] = Counter()
         num_dead: Counter[str] = Counter()
         num_unscored = num_rollouts = 0
-        for algorithm, places in self.by_algorithm([row.family for row in rows]):
+        for config, estimator, places in self._by_estimator([row.family for row in rows]):
             part = _take(inputs, places)
-            estimated = algorithm.estimator.estimate(part)
-            _check_advantages(algorithm.advantage.estimator, part, estimated)
-            normalised = _normalise(part, estimated, algorithm.advantage.normalisation)
+            estimated = estimator.estimate(part)
+            _check_advantages(config.estimator, part, estimated)
+            normalised = _normalise(part, estimated, config.normalisation)
             for number, place in enumerate(places):
                 values[place] = normalised[number]
                 excluded[place] = estimated.excluded_R[number]

@@ -1,4 +1,4 @@
-"""GDPO: several rewards, each normalised within its group before they are added (arXiv 2601.05242, section 3).
+"""GDPO: several rewards, each normalised within its group before they are added (arXiv 2601.05242).
 
 Adding first and normalising the sum lets the component with the largest spread decide alone, and makes different
 combinations of components equal.
@@ -55,7 +55,7 @@ class GDPO:
                     sums[rollout_id] = sums.get(rollout_id, 0.0) + weight * value
         # Components that cancel each other leave rounding behind, which is no deviation to divide by.
         scale = deviation(list(sums.values()))
-        if scale > EQUAL_REWARDS * max(self.config.component_weights.values(), default=1.0):
+        if scale > EQUAL_REWARDS * max(map(abs, self.config.component_weights.values()), default=1.0):
             sums = centred(dict(sums), scale)
         return assemble(inputs, groups, spread(inputs, groups, sums), dropped=frozenset(dropped))
 
