@@ -46,7 +46,7 @@ def fixed_length(
     num_tokens_R: np.ndarray, families_R: Sequence[str], num_families: int, *, num_tokens: int
 ) -> np.ndarray:
     """Every token counts 1 / (constant * rows of the step), however long its row is (Dr. GRPO, arXiv 2503.20783,
-    section 3.1): a long row is neither favoured nor spared."""
+    section 3): a long row is neither favoured nor spared."""
     return np.full(len(num_tokens_R), 1.0 / (num_tokens * max(1, len(num_tokens_R))))
 
 

@@ -1,6 +1,6 @@
-"""GRPO: a rollout's reward against the mean of its group (DeepSeekMath, arXiv 2402.03300, section 4.1.1).
+"""GRPO: a rollout's reward against the mean of its group (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
-With ``scaling="none"`` it is the unbiased form without the division (Dr. GRPO, arXiv 2503.20783, section 3.1); with
+With ``scaling="none"`` it is the unbiased form without the division (Dr. GRPO, arXiv 2503.20783, section 3); with
 ``scaling="batch"`` the mean is the group's and the deviation that of all rewards (Lite PPO, arXiv 2508.08221).
 """
 

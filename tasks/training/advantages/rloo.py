@@ -1,4 +1,5 @@
-"""RLOO: a rollout's reward against the mean of the others of its group (arXiv 2402.14740, section 3.2; 1903.00915)."""
+"""RLOO: a rollout's reward against the mean of the others of its group (Kool et al., "Buy 4 REINFORCE samples, get a
+baseline for free!", 2019; for language models arXiv 2402.14740)."""
 
 from __future__ import annotations
 

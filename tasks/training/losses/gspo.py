@@ -1,7 +1,7 @@
 """GSPO: one ratio per sequence, the geometric mean of its tokens', clipped as a whole (arXiv 2507.18071, section 4).
 
 Loss of a token: -min(s A, clip(s, 1 - low, 1 + high) A) with s the sequence's ratio in value, and in gradient s times
-that of the token's own log-probability (the paper's GSPO-token, equation 16): with one advantage per sequence it is
+that of the token's own log-probability (the paper's GSPO-token, equation 14): with one advantage per sequence it is
 GSPO, and advantages that differ by turn are allowed. The paper's mean over sequences is the normaliser
 ``sequence_mean``.
 """

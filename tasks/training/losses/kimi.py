@@ -1,7 +1,9 @@
 """Kimi k1.5's policy mirror descent (arXiv 2501.12599, equation 3): a policy gradient with a squared log-ratio as its
 trust region instead of a clip.
 
-Loss of a token: -A log p + tau / 2 (log r)^2 with r = current / behaviour (or proximal, by ``ratio_to``).
+Loss of a token: -A log p + tau / 2 (log r)^2 with r = current / behaviour (or proximal, by ``ratio_to``). The square is
+each token's own, as in ROLL Flash (arXiv 2510.11345); the paper's is that of the whole response's log-ratio, which
+grows with its length.
 """
 
 from __future__ import annotations

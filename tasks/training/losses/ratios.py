@@ -18,10 +18,11 @@ def clamped_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
     """Low-variance KL estimate exp(d) - 1 - d >= 0 of KL(q || p), where d = log p - log q and samples come from q.
 
-    Schulman, "Approximating KL divergence" (2020), the estimator named k3. ``d`` is clamped before `exp` and before the
-    difference, so value and gradient are finite for any input; computed in float32.
+    Schulman, "Approximating KL divergence" (2020), the estimator named k3. ``d`` is clamped from above before `exp` and
+    before the difference, so value and gradient are finite for any finite input; computed in float32. From below it is
+    not: there the estimate is linear, and a clamp would take the gradient from the tokens that are furthest away.
     """
-    clamped = log_ratio.float().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clamped = log_ratio.float().clamp(max=MAX_LOG_RATIO)
     return clamped.exp() - 1.0 - clamped
 
 

@@ -1,8 +1,17 @@
 """Estimates of the KL divergence from the reference policy, by token (Schulman, "Approximating KL divergence", 2020).
 
-With d = log policy - log reference, on tokens that the policy sampled: k1 = d (unbiased), k2 = d^2 / 2 (its gradient is
-that of the divergence), k3 = exp(-d) - 1 + d (unbiased, never negative). All are computed in float32, and finite with a
-finite gradient for any difference: k3 is clamped before `exp` (see `ratios`).
+With d = log policy - log reference, on tokens that the policy itself sampled: k1 = d (unbiased), k2 = d^2 / 2 (biased),
+k3 = exp(-d) - 1 + d (unbiased, never negative). An unbiased value is no unbiased gradient (arXiv 2506.09477). The mean
+gradient by the policy, at one position, is
+
+| estimator | in the loss            | in the reward                                  |
+|-----------|------------------------|------------------------------------------------|
+| k1        | 0                      | that of KL(policy || reference)                |
+| k2        | of KL(policy || ref.)  | of neither                                     |
+| k3        | of KL(ref. || policy)  | of KL(policy || ref.) less KL(ref. || policy)  |
+
+and on tokens of an older policy none of this holds exactly: the term carries no importance weight. All are computed in
+float32, and finite with a finite gradient for any finite difference: k3 is clamped before `exp` (see `ratios`).
 """
 
 from __future__ import annotations
