@@ -37,7 +37,9 @@ def check_requirements(config: TrainingConfig, families: Collection[str] | None 
                 f"{where}.kl.place is 'reward', but {where}.advantage.estimator is 'gdpo', which weighs the components "
                 "of a reward: the penalty is none; set kl.place to 'loss', or choose another estimator"
             )
-    estimators = {each.advantage.estimator for each in config.algorithms_of(families).values()}
+    # What somebody must read may be read by the run's own algorithm, unless all families are known to have theirs.
+    readers = config.algorithms_of(families).values()
+    estimators = {each.advantage.estimator for each in readers}
     if config.critic is not None and all(name in ESTIMATORS and name != "gae" for name in estimators):
         raise ValueError(
             f"training.critic is given, but no estimator reads it (they are {sorted(estimators)}); "
@@ -55,7 +57,7 @@ def check_requirements(config: TrainingConfig, families: Collection[str] | None 
             f"{config.normaliser!r} does not read; set the normaliser to 'fixed_length', or leave it out"
         )
     directory = None if config.reference is None else config.reference.model_directory
-    if directory is not None and not any(each.may_need_reference for each in used.values()):
+    if directory is not None and not any(each.may_need_reference for each in readers):
         raise ValueError(
             f"training.reference.model_directory is {directory!r}, but training.kl.coefficient is 0, so nothing reads "
             "a reference; set the coefficient, or leave training.reference out"

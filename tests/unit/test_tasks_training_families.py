@@ -57,7 +57,7 @@ def test_a_family_with_another_loss_stays_in_the_statistics_of_the_batch(advanta
 
 def test_a_family_with_another_advantage_section_has_statistics_of_its_own() -> None:
     section = AdvantageConfig(estimator="reinforce_plus_plus")
-    own = FamilyTrainingConfig(advantage=section.model_copy(update={"arguments": {"mine": True}}))
+    own = FamilyTrainingConfig(advantage=AdvantageConfig(estimator="reinforce_plus_plus", normalisation="batch"))
     alike = estimate(TrainingConfig(advantage=section))
     apart = estimate(TrainingConfig(advantage=section, families={"sums": own}))
     rows = two_families()

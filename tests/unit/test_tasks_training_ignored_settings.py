@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from tasks.training.config import TrainingConfig
 from tasks.training.ignored_settings import READ_BY_CORRECTION, READ_BY_ESTIMATOR, READ_BY_LOSS
 from tasks.training.plugins import CORRECTIONS, ESTIMATORS, LOSSES, resolve
+from tasks.training.requirements import check_requirements
 
 CHANGED: dict[str, Any] = {
     "scaling": "none", "epsilon": 0.5, "discount": 0.9, "gae_lambda": 0.5, "step_weight": 2.0,
@@ -136,3 +137,15 @@ def test_settings_of_ones_own_are_ones_own() -> None:
             "reference": {"model_directory": "/a"},
         }
     )
+
+
+def test_a_reference_that_the_runs_own_algorithm_reads_is_not_refused_for_a_family_without_one() -> None:
+    config = TrainingConfig.model_validate(
+        {
+            "kl": {"coefficient": 0.1},
+            "reference": {"model_directory": "/a"},
+            "families": {"sums": {"kl": {"coefficient": 0.0}}},
+        }
+    )
+    with pytest.raises(ValueError, match="nothing reads a reference"):
+        check_requirements(config, ["sums"])
