@@ -85,11 +85,13 @@ class Blocking:
         self.closed.set()
 
 
-def wrap(inner: Any, *, deadline_s: float = 20.0, threads: DaemonThreads | None = None) -> DeadlineEnvironment:
+def wrap(
+    inner: Any, *, deadline_s: float = 20.0, reset_deadline_s: float | None = None, threads: DaemonThreads | None = None
+) -> DeadlineEnvironment:
     return DeadlineEnvironment(
         inner,
         family="mine",
-        reset_deadline_s=deadline_s,
+        reset_deadline_s=reset_deadline_s or deadline_s,
         step_deadline_s=deadline_s,
         threads=threads or DaemonThreads(2),
     )
@@ -161,7 +163,7 @@ def test_a_blocking_judgement_has_the_step_s_deadline_and_leaves_the_loop_alone(
     async def main() -> None:
         threads, inner = DaemonThreads(2), Judging()
         with pytest.raises(EnvironmentFailure, match=r"mine: judgement did not return within 0.05 s"):
-            await wrap(inner, deadline_s=0.05, threads=threads).judgement()
+            await wrap(inner, deadline_s=0.05, reset_deadline_s=20.0, threads=threads).judgement()
         assert threads.num_abandoned == 1 and inner.threads != [threading.current_thread().name]
         inner.gate.set()
         assert await wrap(inner, threads=threads).judgement() == {"answer": "4"}

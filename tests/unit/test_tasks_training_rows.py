@@ -78,6 +78,8 @@ def test_a_trajectory_without_a_sampled_token_is_one_row_with_nothing_to_train()
     nothing = make_trajectory(0, turns=[], loss_mask=np.zeros(10, np.bool_))
     (row,) = training_rows(batch_of(nothing), [nothing])
     assert not row.loss_mask.any() and row.turns == ()
+    rewritten = make_trajectory(0, loss_mask=np.zeros(10, np.bool_), sequence_starts=[5])
+    assert len(training_rows(batch_of(rewritten), [rewritten])) == 1, "answers without a token, between histories"
 
 
 def test_the_learner_knows_its_tokenizer_as_the_rollouts_do(tmp_path: Path) -> None:
