@@ -72,7 +72,7 @@ def test_m15_one_logprob_too_few_is_refused() -> None:
         ({"behaviour_logprobs": np.full(12, 0.5, np.float32)}, "at most 0"),
         ({"token_ids": np.full(12, VOCABULARY, np.int32)}, "vocabulary holds 0 to 39"),
         ({"token_ids": np.full(12, -1, np.int32)}, "reach from -1"),
-        ({"token_versions": np.full(12, 4, np.int32)}, "the learner holds version 0"),
+        ({"token_versions": np.full(12, 1, np.int32)}, "the learner holds version 0"),
         ({"token_versions": np.full(12, -1, np.int32)}, "carry a version"),
         ({"loss_mask": np.ones(12, np.bool_)}, "a prompt is missing"),
     ],
