@@ -9,7 +9,7 @@ does. The bound of a row is what the machine's matrix throughput and its bandwid
 allow for one decode step: every weight and every row's KV are read once, two FLOPs per parameter and row.
 
 The last rows measure the load of the quickstart: 64 multi-turn trajectories in groups of 8, each turn a few sampled
-tokens and a short observation, through the same engine.
+tokens and a short observation, through the same engine. What ``engine.batch_invariant`` costs is measured beside it.
 """
 
 from __future__ import annotations
@@ -127,8 +127,35 @@ async def measure(
     rows.append({"batch": "  prefilled beside", "local tok/s": median([prefilled for _, prefilled in turns])})
     headline["multi_turn_sampled_tokens_per_s"] = headline_number(median([sampled for sampled, _ in turns]), "tok/s")
     headline["multi_turn_prefilled_tokens_per_s"] = headline_number(median([filled for _, filled in turns]), "tok/s")
+    costs = await invariance_costs(engine, directory, layout.vocab_size, repetitions)
+    for work, cost in costs.items():
+        rows.append({"batch": f"  {work}, batch-invariant", "times as long": cost})
+        headline[f"batch_invariant_{work}_cost"] = headline_number(cost, "x", 1.0)
     await engine.close()
     return rows, headline
+
+
+async def invariance_costs(
+    plain: LocalEngine, directory: Path, vocab_size: int, repetitions: int, batch: int = 16
+) -> dict[str, float]:
+    """How many times as long a prefill and a token take with ``engine.batch_invariant``: CPU seconds, in turns."""
+    config = EngineConfig(num_slots=64, batch_invariant=True)
+    invariant = LocalEngine("invariant", "compute", ModelDirectory(directory), 0, config)
+    prompts = np.random.default_rng(0).integers(20, vocab_size, (batch, PROMPT_TOKENS)).astype(np.int32)
+    costs: dict[str, list[float]] = {"prefill": [], "decode": []}
+    for repetition in range(repetitions + 1):
+        seconds = {}
+        for engine in (plain, invariant):
+            for new_tokens in (1, 65):
+                started_at = time.process_time()
+                await generate_local(engine, prompts, new_tokens, 1000 + 2 * repetition + new_tokens // 65)
+                seconds[engine, new_tokens] = time.process_time() - started_at
+        if repetition:  # the first one warms both up
+            costs["prefill"].append(seconds[invariant, 1] / seconds[plain, 1])
+            decode = {engine: seconds[engine, 65] - seconds[engine, 1] for engine in (plain, invariant)}
+            costs["decode"].append(decode[invariant] / decode[plain])
+    await invariant.close()
+    return {work: median(values) for work, values in costs.items()}
 
 
 async def generate_local(engine: LocalEngine, prompts: np.ndarray, new_tokens: int, repetition: int) -> None:

@@ -33,7 +33,7 @@ class EngineConfig(BaseModel):
     ``shared``: also that of any other history with the same beginning, such as the prompt of a group's siblings."""
     batch_invariant: bool = False
     """Compute every history alike, bit by bit, whoever its neighbours in the batch are (``local`` only). Slower: a
-    prefill takes three to four times as long. Tried out on the machine at the start, refused where it does not hold."""
+    prefill takes about twice as long. Tried out on the machine at the start, refused where it does not hold."""
     control_timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait, in seconds, for a step to end, so that a suspend, load, resume or close is taken up."""
     simulated: SimulatedConfig | None = None
