@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tasks.training.row import TrainingRow
-from tests.unit.test_tasks_training_learner import make_learner
+from tests.unit.test_tasks_training_learner import make_batch, make_learner, with_logprobs
 from tests.unit.test_tasks_training_model import make_model_directory
 from tests.unit.test_tasks_training_row import make_row
 
@@ -54,8 +54,8 @@ def make_rows() -> list[TrainingRow]:
         return made
 
     return [
-        row(0, "a0", 1.0, (3, 3, 3)),
-        row(1, "a0", 1.0, (2, 2, 3)),
+        row(0, "a0", 1.0, (2, 2, 3)),
+        row(1, "a0", 1.0, (3, 3, 3)),
         row(2, "a1", 0.0, (3, 3, 3), truncated=True),
         row(3, "a2", None, (3, 3, 3)),
         row(4, "b0", 0.5, (3, 3, 3)),
@@ -168,3 +168,13 @@ def test_loss_and_gradient_norm(measured) -> None:
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
     assert metrics["grad_norm"] == metrics["grad_norm/max"] == pytest.approx(norm, rel=1e-4)
     assert (metrics["optimizer_steps"], metrics["optimizer_steps/total"]) == (1, 1)
+
+
+def test_the_engine_is_compared_before_the_first_step_alone(measured, tmp_path: Path) -> None:
+    """Of two minibatches the second is run on other weights: its rows are not compared, and its ratios are others."""
+    directory = make_model_directory(tmp_path)
+    rows = [with_logprobs(directory, row, shift=0.0, version=0) for row in make_batch(0)]
+    metrics = make_learner(directory, minibatches=2).update(rows, 0).metrics
+    assert metrics["engine_difference/num_tokens"] == metrics["tokens/trained"] / 2 == 24
+    assert metrics["engine_difference/max"] < 1e-5
+    assert metrics["ratio/min"] < 0.999 and metrics["ratio/max"] > 1.001, "of both steps, not of one"

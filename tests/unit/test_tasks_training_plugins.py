@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flows.config import RunConfig, with_overrides
-from flows.opening import check_inputs
+from flows.opening import _check_reference, check_inputs
 from tasks.training.advantages.base import AdvantageInputs, Advantages
 from tasks.training.config import TrainingConfig
 from tasks.training.corrections.base import CorrectionInputs
@@ -165,6 +165,19 @@ def test_a_run_is_refused_before_it_begins(tmp_path: Path) -> None:
     config = with_overrides(RunConfig(), {**kl, "training.reference": {"model_directory": str(tmp_path / "none")}})
     with pytest.raises(ValueError, match=r"training.reference.model_directory: model directory .* does not exist"):
         check_inputs(config)
+
+
+def test_a_reference_of_another_vocabulary_is_refused_before_the_run_begins(directory: Path, tmp_path: Path) -> None:
+    other = make_model_directory(tmp_path, vocab_size=64)
+    data = {"policy": {"model_directory": str(directory)}, "warm_start": None}
+    for reference in (directory, other):
+        training = {"kl": {"coefficient": 0.1}, "reference": {"model_directory": str(reference)}}
+        config = RunConfig.model_validate({**data, "training": training})
+        if reference is directory:
+            _check_reference(config)
+            continue
+        with pytest.raises(ValueError, match=r"vocabulary holds 64 tokens, and that of policy.model_directory 40"):
+            _check_reference(config)
 
 
 def test_built_in_algorithms_are_not_imported_for_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
