@@ -150,10 +150,11 @@ def test_a_turn_pays_for_its_own_tokens_and_its_reward_lies_in_its_own_row() -> 
 
 def test_gae_takes_a_penalty_at_its_token_and_a_reward_at_the_end_of_its_turn() -> None:
     """Values 0 and lambda 1: discounted returns over the tokens of both rows."""
-    inputs = penalised(two_rows(), TWO_ROWS)
+    rows = [turns_row(0, 1.0, "a", 0.0, 0.2), turns_row(10, 1.0, "a", 0.3, 0.0), *group_of_three()[1:]]
+    inputs = penalised(rows, [TWO_ROWS[0], [0.5, 0.6, 0.0, 0.0], *TWO_ROWS[2:]])
     inputs = replace(inputs, values_RT=[np.zeros(len(row.token_ids), np.float32) for row in inputs.rows])
-    rewards = [-0.1, -0.2, -0.3, 0.2 - 0.4, -0.5, 0.8 - 0.6]
-    expected = [sum(0.9**k * value for k, value in enumerate(rewards[t:])) for t in range(6)]
+    rewards = [-0.1, -0.2, -0.3, 0.2 - 0.4, -0.5, 0.3 - 0.6, 0.0, 0.5]
+    expected = [sum(0.9**k * value for k, value in enumerate(rewards[t:])) for t in range(8)]
     section = AdvantageConfig(estimator="gae", discount=0.9, gae_lambda=1.0)
     found = Algorithms(TrainingConfig(advantage=section, critic=CriticConfig())).estimate(inputs)
     values = np.concatenate([found.values_RT[row][inputs.rows[row].loss_mask] for row in (0, 1)])
