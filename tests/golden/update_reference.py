@@ -11,6 +11,7 @@ from collections import defaultdict
 import torch
 
 EPSILON = 1e-4
+DISCOUNT, TRACE_DECAY = 0.95, 0.9
 
 
 def log_distributions(model, row):
@@ -141,6 +142,10 @@ def step_loss(rows, model, reference_model, version, bound, plans, denominator, 
             for x in own:
                 later = [y for y in tokens if y.row.rollout_id == x.row.rollout_id and place(rows, y) >= place(rows, x)]
                 x.advantage = x.row.reward - sum(penalty(y) for y in later)
+        elif plan["advantage"] == "gae, values 0":
+            for x in own:
+                behind = [y for y in tokens if y.row.rollout_id == x.row.rollout_id and place(rows, y) > place(rows, x)]
+                x.advantage = (DISCOUNT * TRACE_DECAY) ** len(behind) * x.row.reward
         else:
             of_rollout = by_group(rewards, plan["advantage"])
             for x in own:
@@ -166,6 +171,8 @@ def step_loss(rows, model, reference_model, version, bound, plans, denominator, 
             term = loss * (plan["weigh"](x, of_row) if plan["weigh"] else 1.0)
             if plan["kl"] and plan["kl"][1] == "loss":
                 term = term + plan["kl"][0] * plan["kl"][2](x.c - x.f)
+            if plan["advantage"] == "gae, values 0":
+                term = term + 0.5 * (0.0 - x.advantage) ** 2
             total = total + plan["weight"] * per_token * (term - plan["entropy"] * x.entropy)
     return total, len(trained)
 

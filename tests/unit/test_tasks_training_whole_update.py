@@ -16,7 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasks.training.algorithm_config import AdvantageConfig, CorrectionConfig, FamilyTrainingConfig, KLConfig
+from tasks.training.algorithm_config import (
+    AdvantageConfig,
+    CorrectionConfig,
+    CriticConfig,
+    FamilyTrainingConfig,
+    KLConfig,
+)
 from tasks.training.config import LossConfig, OptimizerConfig, ReferenceConfig, TrainingConfig
 from tasks.training.learner import Learner
 from tasks.training.row import TrainingRow, TurnSpan
@@ -197,6 +203,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], str]] = {
             "sums": plan(loss=reference.cispo, kl=(0.1, "reward", k1)),
         },
         "token_mean",
+    ),
+    "gae from values 0 with a critic, a family without": (
+        {
+            "families": {
+                "maze": FamilyTrainingConfig(
+                    advantage=AdvantageConfig(
+                        estimator="gae", discount=reference.DISCOUNT, gae_lambda=reference.TRACE_DECAY
+                    ),
+                    weight=2.0,
+                )
+            },
+            "critic": CriticConfig(),
+        },
+        {"maze": plan(advantage="gae, values 0", weight=2.0), "sums": plan()},
+        "sequence_mean",
     ),
 }  # fmt: skip
 
