@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOMS = ("flows", "tasks", "resources")
-WIRE_PACKAGES = ("cloudpickle", "dask", "distributed", "prefect", "prefect-dask", "pyarrow")
+WIRE_PACKAGES = ("cloudpickle", "dask", "distributed", "prefect", "pyarrow")
 """Packages whose objects travel between processes. Others may differ: an engine's environment has its own torch."""
 
 

@@ -43,5 +43,5 @@ class UnhurriedGuessNumber(GuessNumber):
         return super().random_action(rng)
 
     async def reset(self, seed):
-        await asyncio.sleep(0.0 if self._is_shown else 2.0)
+        await asyncio.sleep(0.0 if self._is_shown else 6.0)  # a loaded machine's flow run begins 3 s after its batch
         return await super().reset(seed)
