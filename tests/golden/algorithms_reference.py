@@ -84,13 +84,48 @@ def kimi(c, x, frozen):
 
 
 def decoupled_loglinear(c, x, frozen):
-    # Staleness s: sampled under v - s, the update makes v + 1 and the proximal policy is v.
-    a = x["staleness"] / (x["staleness"] + 1.0)
-    proximal = x["behaviour"] + a * (frozen - x["behaviour"])
+    proximal = loglinear(x, frozen)
     weight = np.minimum(np.exp(proximal - x["behaviour"]), 2.0)
     return weight * surrogate(np.exp(c - proximal), x["advantages"], 0.2, 0.28)
 
 
+def loglinear(x, frozen):
+    """Staleness s: sampled under v - s, the update makes v + 1 and the proximal policy is v."""
+    return x["behaviour"] + x["staleness"] / (x["staleness"] + 1.0) * (frozen - x["behaviour"])
+
+
+def ppo_loglinear_dual_clip(c, x, frozen):
+    return surrogate(np.exp(c - loglinear(x, frozen)), x["advantages"], 0.05, 0.28, dual=1.02)
+
+
+def decoupled_dual_clip(c, x, frozen):
+    weight = np.minimum(np.exp(x["proximal"] - x["behaviour"]), 2.0)
+    return weight * surrogate(np.exp(c - x["proximal"]), x["advantages"], 0.2, 0.28, dual=1.1)
+
+
+def gspo_proximal(c, x, frozen):
+    s = np.exp(per_sequence(c - x["proximal"], x["sequence"], np.mean))
+    return surrogate(s, x["sequence_advantages"], 0.02, 0.03, dual=1.05)
+
+
+def cispo_proximal(c, x, frozen):
+    return -np.clip(np.exp(frozen - x["proximal"]), 0.0, 1.28) * x["advantages"] * c
+
+
+def tis_loglinear(c, x, frozen):
+    return -np.clip(np.exp(frozen - loglinear(x, frozen)), 0.7, 1.1) * x["advantages"] * c
+
+
+def topr_proximal(c, x, frozen):
+    tapered = np.minimum(np.exp(per_sequence(frozen - x["proximal"], x["sequence"], np.mean)), 1.0)
+    return -np.where(x["rewards"] > 1.0, 1.0, tapered) * x["advantages"] * c
+
+
+def kimi_proximal(c, x, frozen):
+    return -x["advantages"] * c + 0.7 / 2 * (c - x["proximal"]) ** 2
+
+
+PROXIMAL = {"ratio_to": "proximal"}
 LOSSES = {
     "policy_gradient": (policy_gradient, {"name": "policy_gradient"}),
     "ppo_dual_clip": (ppo_dual_clip, {"name": "ppo_clip", "dual_clip": 1.5}),
@@ -106,6 +141,25 @@ LOSSES = {
     "topr_sequence": (topr_sequence, {"name": "topr", "behaviour_weight_level": "sequence_sum"}),
     "kimi": (kimi, {"name": "kimi"}),
     "decoupled_loglinear": (decoupled_loglinear, {"name": "decoupled", "proximal": "loglinear"}),
+    "decoupled_dual_clip": (decoupled_dual_clip, {"name": "decoupled", "dual_clip": 1.1}),
+    "ppo_loglinear_dual_clip": (
+        ppo_loglinear_dual_clip,
+        {"name": "ppo_clip", **PROXIMAL, "proximal": "loglinear", "clip_low": 0.05, "dual_clip": 1.02},
+    ),
+    "gspo_proximal": (
+        gspo_proximal,
+        {"name": "gspo", **PROXIMAL, "clip_low": 0.02, "clip_high": 0.03, "dual_clip": 1.05},
+    ),
+    "cispo_proximal": (cispo_proximal, {"name": "cispo", **PROXIMAL}),
+    "tis_loglinear": (
+        tis_loglinear,
+        {"name": "tis", **PROXIMAL, "proximal": "loglinear", "clip_low": 0.3, "clip_high": 0.1},
+    ),
+    "topr_proximal": (
+        topr_proximal,
+        {"name": "topr", **PROXIMAL, "behaviour_weight_level": "sequence_mean", "positive_above": 1.0},
+    ),
+    "kimi_proximal": (kimi_proximal, {"name": "kimi", **PROXIMAL, "quadratic_penalty": 0.7}),
 }
 
 
@@ -130,7 +184,7 @@ def loss_cases(rng):
     for name, (function, config) in LOSSES.items():
         for _ in range(2):
             x = loss_inputs(rng)
-            if name == "gspo":
+            if name.startswith("gspo"):
                 x["advantages"] = x["sequence_advantages"]
             values = function(x["current"], x, x["current"])
             gradient = central_difference(lambda c, x=x, f=function: f(c, x, x["current"]), x["current"])
