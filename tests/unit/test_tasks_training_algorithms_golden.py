@@ -197,6 +197,11 @@ def test_the_critics_loss_and_its_gradient() -> None:
     assert losses.tolist() == pytest.approx(case["losses"], rel=1e-5, abs=1e-6)
     assert gradient.tolist() == pytest.approx(case["gradients"], rel=1e-4, abs=1e-5)
     assert clipped.any() and not clipped.all()
+    beside_the_policy = CriticConfig(value_clip=0.2, train_decoder=True, coefficient=0.25)
+    weighed, _ = Critic(4, beside_the_policy, "cpu").losses(
+        values, torch.tensor(case["start"]), torch.tensor(case["returns"])
+    )
+    assert weighed.tolist() == pytest.approx((0.25 * losses).tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", NORMALISERS)

@@ -2,7 +2,9 @@
 section 4).
 
 The siblings of a group start from one state and often meet again: an observation that several turns of the group have
-read is an anchor, and the actions taken there are compared by their discounted returns.
+read is an anchor, and the actions taken there are compared by their discounted returns. The state is known by the token
+ids between two actions alone; at the start of a sequence (the first turn, or a rewritten history) these are the whole
+conversation so far, so turns behind a rewritten history meet only where all of it is alike.
 """
 
 from __future__ import annotations
