@@ -69,6 +69,11 @@ class LoraConfig(BaseModel):
     """What a version holds. ``adapter``: the adapter alone, in PEFT's layout; the base is kept once a run beside the
     versions, and engines merge the two. ``merged``: the whole policy, for readers that do not know PEFT."""
 
+    @property
+    def scaling(self) -> float:
+        """Of the adapter's product."""
+        return self.alpha / self.rank
+
     @field_validator("targets")
     @classmethod
     def _targets_are_named(cls, value: tuple[str, ...]) -> tuple[str, ...]:

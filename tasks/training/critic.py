@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from safetensors.torch import load
 
-from resources.object_store import ObjectStore
 from tasks.training.algorithm_config import CriticConfig
+from tasks.training.checkpoint import MOMENTS, StoredCheckpoint
 from tasks.training.ranks import Ranks
 
 CRITIC_FILE = "critic.safetensors"
@@ -67,14 +66,23 @@ class Critic:
                 tensors[f"optimizer.{name}.{key}"] = value
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `tensors` gave. Raises ValueError, changing nothing, when it is of another decoder."""
-        for name, tensor in self.head.state_dict().items():
-            found = tensors.get(f"head.{name}")
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Whether `load` can take it. Raises ValueError when it is of another decoder."""
+        expected = {f"head.{name}": parameter for name, parameter in self.head.named_parameters()}
+        for name, parameter in self.head.named_parameters():
+            moments = (f"optimizer.{name}.{key}" for key in MOMENTS)
+            expected |= {moment: parameter for moment in moments if moment in tensors}
+        for name, tensor in expected.items():
+            found = tensors.get(name)
             if found is None or found.shape != tensor.shape:
+                shape = None if found is None else tuple(found.shape)
                 raise ValueError(
-                    f"the checkpoint's critic lacks {name} of shape {tuple(tensor.shape)}; it is of another model"
+                    f"the checkpoint's critic has {name} of shape {shape}, this one {tuple(tensor.shape)}; it is of "
+                    "another model"
                 )
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `tensors` gave, once it was checked."""
         with torch.no_grad():
             for name, tensor in self.head.state_dict().items():
                 tensor.copy_(tensors[f"head.{name}"])
@@ -88,17 +96,14 @@ class Critic:
                 }
 
 
-def read_critic(store: ObjectStore, prefix: str) -> dict[str, torch.Tensor]:
+def stored_critic(stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
     """What `Critic.tensors` gave when the checkpoint was written.
 
     Raises ValueError when the checkpoint was written without a critic.
     """
-    try:
-        return load(store.get(f"{prefix}/{CRITIC_FILE}"))
-    except KeyError:
-        if f"{prefix}/state.json" not in store.list(prefix):
-            raise
+    if CRITIC_FILE not in stored.files:
         raise ValueError(
-            f"checkpoint {store.uri(prefix)} was written without a critic, and training.critic is given; resume with "
+            f"checkpoint {stored.where} was written without a critic, and training.critic is given; resume with "
             "training.critic null, or start a new run"
-        ) from None
+        )
+    return stored.files[CRITIC_FILE]

@@ -12,9 +12,15 @@ import torch
 from resources.object_store import ObjectStore
 from resources.policy.directory import policy_files, weights_digest
 from resources.weights.manifest import AdapterEntry
-from tasks.training.checkpoint import LearnerCounters, restore_checkpoint, save_checkpoint
+from tasks.training.checkpoint import (
+    LearnerCounters,
+    check_checkpoint,
+    load_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+)
 from tasks.training.config import TrainingConfig
-from tasks.training.critic import CRITIC_FILE, Critic, read_critic
+from tasks.training.critic import CRITIC_FILE, Critic, stored_critic
 from tasks.training.lora import adapter_entry, adapter_files, adapter_tensors, add_adapter, merged_tensors
 from tasks.training.model import load_policy, policy_tensors
 from tasks.training.optimizer import build_optimizer
@@ -39,6 +45,7 @@ class LearnedState:
         self.model = load_policy(model_directory, config.layout, device)
         self.base: str | None = None
         """Digest of the frozen weights beside which an adapter is trained; None without LoRA."""
+        self.scaling = None if config.lora is None else config.lora.scaling
         if config.lora is not None:
             self.base = weights_digest(model_directory)
             add_adapter(self.model, config.lora, seed)
@@ -99,16 +106,21 @@ class LearnedState:
             self.optimizer,
             counters,
             base=self.base,
+            scaling=self.scaling,
             more={} if self.critic is None else {CRITIC_FILE: self.critic.tensors()},
             writes=self.ranks.rank == 0,
         )
 
     def restore(self, store: ObjectStore, prefix: str) -> LearnerCounters:
         """Take over a checkpoint; returns where training stood. Errors as in `Learner.restore`."""
-        critic = None if self.critic is None else read_critic(store, prefix)
-        counters = restore_checkpoint(
-            store, prefix, self.learned(), self.parameters(), self.optimizer, seed=self.seed, base=self.base
-        )
+        stored = read_checkpoint(store, prefix)
+        # Everything is checked before anything is changed.
+        critic = None if self.critic is None else stored_critic(stored)
+        if self.critic is not None and critic is not None:
+            self.critic.check(critic)
+        tensors, parameters = self.learned(), self.parameters()
+        check_checkpoint(stored, tensors, parameters, seed=self.seed, base=self.base, scaling=self.scaling)
+        load_checkpoint(stored, tensors, parameters, self.optimizer)
         if self.critic is not None and critic is not None:
             self.critic.load(critic)
-        return counters
+        return stored.counters

@@ -49,7 +49,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 
 def adapter_entry(config: LoraConfig, base_digest: str) -> AdapterEntry:
     """What the manifest of a version says of the adapter that it holds."""
-    return AdapterEntry(base_digest=base_digest, scaling=config.alpha / config.rank)
+    return AdapterEntry(base_digest=base_digest, scaling=config.scaling)
 
 
 def adapter_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -84,7 +84,7 @@ def merged_tensors(tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> I
         if ".base_layer." in name:
             layer = name.partition(".base_layer.")[0]
             down, up = (whole(tensors[f"{layer}.lora_{part}.{ADAPTER}.weight"]) for part in "AB")
-            full = merged_matrix(full, down, up, config.alpha / config.rank)
+            full = merged_matrix(full, down, up, config.scaling)
         yield name.replace(".base_layer.", "."), full
 
 
