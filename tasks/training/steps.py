@@ -52,13 +52,15 @@ class OptimizerSteps:
             parameter.grad = None
 
     def clip(self, sums: StepSums) -> float:
-        """The policy's gradient norm before the clip; the critic's goes into ``sums``."""
-        norm = whole(torch.nn.utils.clip_grad_norm_(self._policy, self._config.optimizer.max_grad_norm))
+        """The policy's gradient norm before the clip, or the critic's where that one is not finite; the critic's goes
+        into ``sums``."""
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self._policy, self._config.optimizer.max_grad_norm)))
         if self._critic is not None:
-            # Its loss is part of the loss: a head that is not finite is refused with it.
             self._critic.sum_gradients(self._ranks)
-            sums.add_means({"critic/grad_norm": self._critic.clip_gradient()[None]})
-        return float(norm)
+            critic_norm = self._critic.clip_gradient()
+            sums.add_means({"critic/grad_norm": critic_norm[None]})
+            norm = norm if math.isfinite(critic_norm) else float(critic_norm)
+        return norm
 
     def take(self, version: int, loss: float, norm: float) -> bool:
         """Move along the gradients, unless loss or norm is not finite; whether it was done. Raises NonFiniteUpdate."""

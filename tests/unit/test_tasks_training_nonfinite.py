@@ -92,6 +92,37 @@ def test_skip_of_every_step_is_a_skipped_update_that_says_so(directory: Path, wh
     assert learner.update(make_batch(1), 1).optimizer_steps == 2
 
 
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_a_critics_gradient_that_is_infinite_reaches_neither_head_nor_policy(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, on_nonfinite: str
+) -> None:
+    """Behind a loss and a policy gradient that are finite."""
+    learner = make_learner(
+        directory,
+        advantage=AdvantageConfig(estimator="gae"),
+        critic=CriticConfig(train_decoder=False),
+        minibatches=1,
+        on_nonfinite=on_nonfinite,
+    )
+    critic = learner._critic
+    assert critic is not None
+    losses = critic.losses
+
+    def infinite(values_N: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        losses_N, clipped_N = losses(values_N, *others)
+        return losses_N.detach() + (values_N - values_N.detach()).sqrt(), clipped_N
+
+    monkeypatch.setattr(critic, "losses", infinite)
+    before = [weights(learner), *critic.tensors().values()]
+    if on_nonfinite == "stop":
+        with pytest.raises(NonFiniteUpdate, match=r"gradient norm (inf|nan)"):
+            learner.update(make_batch(0), 0)
+    else:
+        assert learner.update(make_batch(0), 0).optimizer_steps == 0
+    after = [weights(learner), *critic.tensors().values()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
 def test_a_checkpoint_of_other_shapes_is_refused_and_changes_nothing(directory: Path, tmp_path: Path) -> None:
     """The same names, another vocabulary: as when a run is resumed with another policy."""
     store = ObjectStore.open(str(tmp_path / "store"))
