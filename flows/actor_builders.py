@@ -47,8 +47,19 @@ class ActorBuilders:
         except DaskTimeoutError as error:
             raise DeadlineExceeded(f"worker {worker} did not import {names} within {limit_s:g} s") from error
 
-    def learner(self, worker: str, worker_class: str, model_directory: str, version: int | None) -> ActorHandle:
-        """The learner, from a checkpoint (``version``) or from the start; its ranks live on workers of that class."""
+    def learner(
+        self,
+        worker: str,
+        worker_class: str,
+        model_directory: str,
+        version: int | None,
+        *,
+        num_ranks: int | None = None,
+    ) -> ActorHandle:
+        """The learner, from a checkpoint (``version``) or from the start; its ranks live on workers of that class.
+
+        ``num_ranks``: of the learner whose place it takes; None: it is the first.
+        """
         config = self._config
         hardware_class = config.pools.classes[config.pools.of_role("learner")[0]]
         return self._start(
@@ -66,6 +77,7 @@ class ActorBuilders:
             threads=hardware_class.torch_threads,
             resume_version=version,
             hardware_class=worker_class,
+            num_ranks=num_ranks,
             closing=True,
         )
 

@@ -159,12 +159,13 @@ class _Crew:
         self, workers: Mapping[str, list[str]], model_directory: str, point: ResumePoint | None
     ) -> ActorHandle:
         hardware_class = self._class_of("learner")
+        num_ranks = self.config.training.ranks or len(workers[hardware_class])
 
         def again(worker: str, nth: int) -> ActorHandle:
             self.build.prepare(worker, "learner")
             # The newest complete one: an update is done with its checkpoint, and before that it is done again.
             newest = max(checkpoint_versions(self.run), default=None)
-            return self.build.learner(worker, hardware_class, model_directory, newest)
+            return self.build.learner(worker, hardware_class, model_directory, newest, num_ranks=num_ranks)
 
         version = point.version if point else None
         learner = self.build.learner(workers[hardware_class][0], hardware_class, model_directory, version)

@@ -81,6 +81,9 @@ def dask_settings(no_workers_timeout_s: float) -> dict[str, Any]:
     return {
         "distributed.scheduler.allowed-failures": 0,
         "distributed.scheduler.no-workers-timeout": f"{no_workers_timeout_s:g}s",
+        # A process that is started anew and is not back by then is closed for good. Dask's own 15 s are less than the
+        # imports of a worker on a busy machine take.
+        "distributed.deploy.lost-worker-timeout": "120s",
         "distributed.worker.daemon": False,
         "distributed.worker.profile.enabled": False,
         "distributed.admin.log-length": 50,

@@ -31,11 +31,13 @@ class LearnerActor:
         threads: int = 1,
         resume_version: int | None = None,
         hardware_class: str | None = None,
+        num_ranks: int | None = None,
     ) -> None:
+        """``num_ranks``: of the learner whose place this one takes; None: it is the run's first."""
         settings = LearnerSettings(
             run, config, model_directory, seed, num_updates, num_families, max_staleness, device, threads
         )
-        self.group = RankGroup(settings, hardware_class)
+        self.group = RankGroup(settings, hardware_class, num_ranks)
         self.group.build(resume_version)
         self.version = resume_version or 0
         self._saved = resume_version
@@ -71,7 +73,8 @@ class LearnerActor:
             self.update(version - 1)
         if self.version != version:
             raise ValueError(f"the learner holds version {self.version} and cannot publish version {version}")
-        report = self.group.together("publish", version)
+        # One after the other: the first rank writes a version while nobody waits for it in a collective.
+        report = self.group.together("write_version", version) | self.group.together("write_checkpoint", version)
         self._saved = version
         return report
 

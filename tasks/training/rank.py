@@ -141,10 +141,12 @@ class LearnerRank:
     def _is_read(self, group: BatchGroup) -> bool:
         return group.group_id in self._early and self._early[group.group_id].group == group
 
-    def publish(self, version: int) -> dict[str, Any]:
-        """Write the weights held as this version, then the checkpoint that a resume starts from.
+    def write_version(self, version: int) -> dict[str, Any]:
+        """Publish the weights held as this version.
 
-        What lies there already is replaced: it comes from an iteration that ended before it was recorded.
+        What lies there already is replaced: it comes from an iteration that ended before it was recorded. The first
+        rank writes when all have gathered; the others do not wait for it, least of all in a collective, which has a
+        timeout that a large policy and a slow store outlast.
         """
         started = time.perf_counter()
         tensors = self.learner.tensors()
@@ -157,14 +159,13 @@ class LearnerRank:
             num_bytes = self.weights.publish(
                 version, tensors, files=files, adapter=adapter, on_exist="replace"
             ).num_bytes
-        published_s = time.perf_counter() - started
+        return {"version": version, "num_bytes": num_bytes, "publish_s": time.perf_counter() - started}
+
+    def write_checkpoint(self, version: int) -> dict[str, Any]:
+        """Write the checkpoint that a resume starts from. Waiting and replacing as in `write_version`."""
+        started = time.perf_counter()
         self.learner.save(self.folder, checkpoint_prefix(version))
-        return {
-            "version": version,
-            "num_bytes": num_bytes,
-            "publish_s": published_s,
-            "checkpoint_s": time.perf_counter() - started - published_s,
-        }
+        return {"checkpoint_s": time.perf_counter() - started}
 
 
 def read_tokenizer_hash(settings: LearnerSettings) -> str | None:

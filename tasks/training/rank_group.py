@@ -2,11 +2,12 @@
 
 The first rank lives in the actor that stages call (`owner`); each further one is an actor on another worker of the
 learner class. All are built together and go together: a rank that dies takes the group with it, because nobody else
-holds its shards. The next call then builds a new group, on the workers there are, from the last checkpoint.
+holds its shards. The next call then builds a new group, on the workers there are, from the last checkpoint. The worker
+of a rank that gave no answer is restarted before that.
 
 | who waits      | for what                                | until, at the latest                                      |
 |----------------|-----------------------------------------|-----------------------------------------------------------|
-| a build        | the worker of a rank that died          | ``training.collective_timeout_s``; then with fewer ranks  |
+| a build        | the worker of a rank that died          | 45 s, and the collectives' timeout; then with fewer ranks |
 | a build        | all ranks to meet                       | ``training.collective_timeout_s``                         |
 | the first rank | its own part of the work                | the collectives' timeout after another rank has left      |
 | the first rank | the others' parts when its own is done  | ``training.collective_timeout_s``                         |
@@ -28,12 +29,15 @@ from distributed import get_client, get_worker
 from resources.failures import InfrastructureFailure, RollartError
 from resources.pools.actors import ActorHandle, call, call_sync
 from resources.pools.link import find_link
-from resources.pools.placement import release_actor, start_actor, workers_by_class
+from resources.pools.placement import release_actor, restart_worker, start_actor, workers_by_class
 from tasks.training.rank import LearnerRank, LearnerSettings
 
 logger = logging.getLogger(__name__)
 LEAVE_S = 5.0
 """Longest wait for a rank to drop its weights; a rank that hangs is released all the same."""
+REPLACEMENT_S = 45.0
+"""Longest wait for the worker of a rank that died. A learner that is built again has ``recovery.build_timeout_s``
+(120 s) for it and for all else."""
 LOOK_S = 0.5
 """How often workers are looked for."""
 
@@ -76,17 +80,24 @@ class RankActor:
 class RankGroup:
     """Lives in the first rank's actor; one thread at a time."""
 
-    def __init__(self, settings: LearnerSettings, hardware_class: str | None) -> None:
-        """``hardware_class``: whose workers the ranks live on; None: one rank, in this process."""
+    def __init__(self, settings: LearnerSettings, hardware_class: str | None, num_ranks: int | None = None) -> None:
+        """
+        Args:
+            hardware_class: whose workers the ranks live on; None: one rank, in this process.
+            num_ranks: of a group that was lost with its first rank, and whose place this one takes; None: there was
+                none.
+        """
         self._settings = settings
         self._config = settings.training
         self._class = hardware_class
         self.first: LearnerRank | None = None
         """The rank of this process; None while there is no group."""
         self._others: list[ActorHandle] = []
+        self._silent: set[str] = set()
+        """Workers whose rank gave no answer in time."""
         self._ranks: Any = None
-        self._size: int | None = None
-        """Of the first group that was built."""
+        self._size = num_ranks
+        """Of the run's first group; None: this is it."""
         self.broken: str | None = None
         """Why the group has to be built anew; None while it works."""
 
@@ -137,6 +148,7 @@ class RankGroup:
             try:
                 part.result(max(0.0, deadline - time.monotonic()))
             except concurrent.futures.TimeoutError:
+                self._silent.add(self._others[rank - 1].worker)
                 failures[rank] = InfrastructureFailure(f"no answer within {self._config.collective_timeout_s:g} s")
             except Exception as error:  # noqa: BLE001 - as above
                 failures[rank] = error
@@ -154,9 +166,15 @@ class RankGroup:
             self._ranks = None
         gc.collect()
         for handle in others:
-            with suppress(RollartError, OSError):
-                call_sync(handle, "leave", timeout_s=LEAVE_S)
+            if handle.worker in self._silent:
+                # Its thread hangs in the work that it was given: only a new process can hold a rank again.
+                with suppress(RollartError, OSError):
+                    restart_worker(get_client(), handle.worker)
+            else:
+                with suppress(RollartError, OSError):
+                    call_sync(handle, "leave", timeout_s=LEAVE_S)
             release_actor(handle)
+        self._silent.clear()
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -165,7 +183,7 @@ class RankGroup:
         if self._class is None or self._config.backend == "simulated":
             return [None]
         own = get_worker().address
-        deadline = time.monotonic() + (self._config.collective_timeout_s if self._size else 0.0)
+        deadline = time.monotonic() + min(REPLACEMENT_S, self._config.collective_timeout_s)
         while True:
             known = workers_by_class(get_client()).get(self._class, [])
             others = [address for address in known if address != own]
@@ -213,12 +231,18 @@ class RankGroup:
                 )
                 self.first = LearnerRank(self._settings, self._ranks, version)
                 self._others = [each.result() for each in starting]
-            except BaseException:
+            except BaseException as error:
                 if self._ranks is not None:
                     self._ranks.leave()
                     self._ranks = None
+                failures = [failure for each in starting if (failure := each.exception()) is not None]
                 self._others = [each.result() for each in starting if each.exception() is None]
                 self.close()
+                if _is_of_a_collective(error) or isinstance(error, InfrastructureFailure):
+                    # Nobody came, or somebody went: that one knows why.
+                    for failure in failures:
+                        if not _is_of_a_collective(failure):
+                            raise failure from error
                 raise
 
     def _interrupt_if_failed(self, part: concurrent.futures.Future[Any]) -> None:

@@ -12,11 +12,13 @@ on a CPU, nccl on GPUs), which meets at a TCP store that the first rank hosts. B
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,7 +85,12 @@ class Rendezvous:
 
 
 class ProcessRanks:
-    """One of several ranks, each in a process of its own. A process is in one group at a time."""
+    """One of several ranks, each in a process of its own. A process is in one group at a time, until `leave`; a group
+    whose member is gone without having left (its actor was dropped, because the first rank's process or the run's
+    driver died) makes room for the next one."""
+
+    _member: ClassVar[weakref.ref[ProcessRanks] | None] = None
+    """Of the group of this process: torch.distributed keeps it for the whole process, whoever it belonged to."""
 
     def __init__(
         self,
@@ -108,7 +115,7 @@ class ProcessRanks:
         self.rank, self.size, self._device = rank, size, device
         self._lock = threading.Lock()
         self._left = False
-        if dist.is_initialized():
+        if dist.is_initialized() and not _drop_orphan(ProcessRanks._member):
             raise InfrastructureFailure(
                 f"rank {rank}: this process already belongs to a group of {dist.get_world_size()} ranks; another run "
                 "trains with several ranks on this worker: give the runs learner workers of their own"
@@ -132,6 +139,7 @@ class ProcessRanks:
             raise InfrastructureFailure(
                 f"rank {rank}: not all {size} learner ranks met at {address} within {timeout_s:g} s: {error}"
             ) from error
+        ProcessRanks._member = weakref.ref(self)
         self.mesh: DeviceMesh | None = init_device_mesh(device.partition(":")[0], (size,), mesh_dim_names=("ranks",))
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -158,6 +166,18 @@ class ProcessRanks:
             self._left = True
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _drop_orphan(member: weakref.ref[ProcessRanks] | None) -> bool:
+    """End this process's group if nobody is left who could; whether it was done."""
+    gc.collect()  # what an actor holds goes in cycles
+    if member is None or member() is not None:
+        return False
+    group = dist.group.WORLD
+    if group is not None and dist.get_backend() == "nccl":
+        group.abort()  # its other ends are gone
+    dist.destroy_process_group()
+    return True
 
 
 def check_same_batch(ranks: Ranks, rows: Sequence[TrainingRow], version: int) -> None:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import dask
 import pytest
 import torch
 from distributed import Client, LocalCluster
@@ -36,7 +37,7 @@ from tests.unit.test_tasks_training_model import make_model_directory
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONFIG = TrainingConfig(
-    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_updates=0), minibatches=2, collective_timeout_s=60
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_updates=0), minibatches=2, collective_timeout_s=30
 )
 ANSWER_S = 240.0
 
@@ -50,6 +51,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "120s"}),
         LocalCluster(
             n_workers=2, threads_per_worker=1, resources={"learner": 1}, dashboard_address="127.0.0.1:0"
         ) as cluster,
@@ -96,7 +98,9 @@ def write_batches(store: ObjectStore, num_batches: int) -> None:
     asyncio.run(write())
 
 
-def start_learner(client: Client, run: RunRef, directory: Path) -> ActorHandle:
+def start_learner(
+    client: Client, run: RunRef, directory: Path, worker: str | None = None, **replaced: int
+) -> ActorHandle:
     from tasks.training.owner import LearnerActor
 
     return start_actor(
@@ -110,10 +114,21 @@ def start_learner(client: Client, run: RunRef, directory: Path) -> ActorHandle:
         2,
         1,
         hardware_class="learner",
-        worker=workers_by_class(client)["learner"][0],
+        worker=worker or workers_by_class(client)["learner"][0],
         name="learner",
         timeout_s=ANSWER_S,
+        **replaced,
     )
+
+
+def assert_trained_once(store: ObjectStore, directory: Path) -> None:
+    """Version 2 holds what one rank makes of two batches."""
+    alone = Learner(directory, CONFIG, seed=0, total_updates=10)
+    for version in (0, 1):
+        alone.update(make_batch(version), version, num_families=2, max_staleness=1)
+    published = WeightStore(store, "run").fetch(2)
+    for name, tensor in alone.tensors().items():
+        assert float((tensor - published[name]).abs().max()) <= 1e-5, name
 
 
 def test_a_rank_on_each_worker_and_the_loss_of_one(client: Client, directory: Path, tmp_path: Path) -> None:
@@ -139,13 +154,55 @@ def test_a_rank_on_each_worker_and_the_loss_of_one(client: Client, directory: Pa
     call_sync(learner, "close", timeout_s=ANSWER_S)
     release_actor(learner)
 
-    alone = Learner(directory, CONFIG, seed=0, total_updates=10)
-    for version in (0, 1):
-        alone.update(make_batch(version), version, num_families=2, max_staleness=1)
-    published = WeightStore(store, "run").fetch(2)
-    for name, tensor in alone.tensors().items():
-        assert float((tensor - published[name]).abs().max()) <= 1e-5, name
-    assert not torch.equal(WeightStore(store, "run").fetch(1)["model.norm.weight"], published["model.norm.weight"])
+    assert_trained_once(store, directory)
+    first, second = (WeightStore(store, "run").fetch(version)["model.norm.weight"] for version in (1, 2))
+    assert not torch.equal(first, second)
+
+
+def test_the_first_rank_dies_between_two_updates(client: Client, directory: Path, tmp_path: Path) -> None:
+    """The learner is built again on the worker of the other rank, whose process was in the group that is gone; it
+    waits for the lost worker's successor, and has as many ranks as before."""
+    store = ObjectStore.open(str(tmp_path / "store"))
+    run = RunRef(run_id="run", store_url=store.url)
+    write_batches(store, 2)
+    first, other = workers_by_class(client)["learner"]
+    learner = start_learner(client, run, directory)
+    call_sync(learner, "update", 0, timeout_s=ANSWER_S)
+    call_sync(learner, "publish", 1, timeout_s=ANSWER_S)
+    os.kill(client.run(os.getpid, workers=[first])[first], signal.SIGKILL)
+    with pytest.raises(InfrastructureFailure):
+        call_sync(learner, "update", 1, timeout_s=ANSWER_S)
+    learner = start_learner(client, run, directory, other, resume_version=1, num_ranks=2)
+    metrics = call_sync(learner, "update", 1, timeout_s=ANSWER_S)
+    assert metrics["num_ranks"] == 2 and metrics["optimizer_steps/total"] == 4
+    call_sync(learner, "publish", 2, timeout_s=ANSWER_S)
+    call_sync(learner, "close", timeout_s=ANSWER_S)
+    release_actor(learner)
+    assert_trained_once(store, directory)
+
+
+def test_a_rank_that_hangs_fails_the_update_in_time_and_is_replaced(
+    client: Client, directory: Path, tmp_path: Path
+) -> None:
+    store = ObjectStore.open(str(tmp_path / "store"))
+    run = RunRef(run_id="run", store_url=store.url)
+    write_batches(store, 2)
+    other = workers_by_class(client)["learner"][1]
+    learner = start_learner(client, run, directory)
+    call_sync(learner, "update", 0, timeout_s=ANSWER_S)
+    call_sync(learner, "publish", 1, timeout_s=ANSWER_S)
+    stopped = client.run(os.getpid, workers=[other])[other]
+    os.kill(stopped, signal.SIGSTOP)
+    # The collective's timeout, and as long again for an answer of the rank that hangs.
+    with pytest.raises(InfrastructureFailure, match=r"learner rank 1 of 2 .* no answer within 30 s"):
+        call_sync(learner, "update", 1, timeout_s=3 * CONFIG.collective_timeout_s)
+    metrics = call_sync(learner, "update", 1, timeout_s=ANSWER_S)
+    assert metrics["optimizer_steps/total"] == 4, "the batch was trained once"
+    assert stopped not in client.run(os.getpid).values(), "its process was replaced"
+    call_sync(learner, "publish", 2, timeout_s=ANSWER_S)
+    call_sync(learner, "close", timeout_s=ANSWER_S)
+    release_actor(learner)
+    assert_trained_once(store, directory)
 
 
 def test_a_run_with_two_learner_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

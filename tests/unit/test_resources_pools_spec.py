@@ -55,6 +55,7 @@ def test_a_lost_worker_is_an_error_not_a_silent_second_run() -> None:
     assert settings["distributed.scheduler.allowed-failures"] == 0
     assert settings["distributed.scheduler.no-workers-timeout"] == "30s"
     assert settings["distributed.worker.daemon"] is False
+    assert settings["distributed.deploy.lost-worker-timeout"] == "120s", "a nanny's new worker is not closed again"
 
 
 def test_workers_are_not_profiled() -> None:

@@ -91,6 +91,21 @@ def test_a_learner_that_was_lost_behind_its_checkpoint_trains_nothing_again(tmp_
         rebuilt.update(0)
 
 
+def test_nobody_waits_in_a_collective_while_a_version_is_written(tmp_path, directory, monkeypatch):
+    """The other ranks' part of a version ends with its last gathering; they come back for the checkpoint."""
+    learner = owner(ObjectStore.open(str(tmp_path / "store")), directory, None)
+    asked: list[str] = []
+    together, rank = learner.group.together, learner.group.first
+    monkeypatch.setattr(learner.group, "together", lambda method, *of: asked.append(method) or together(method, *of))
+    assert rank is not None
+    save, publish = rank.learner.save, rank.weights.publish
+    monkeypatch.setattr(rank.learner, "save", lambda *of: asked.append("gather moments") or save(*of))
+    monkeypatch.setattr(rank.weights, "publish", lambda *of, **named: asked.append("write") or publish(*of, **named))
+    report = learner.publish(0)
+    assert asked == ["write_version", "write", "write_checkpoint", "gather moments"]
+    assert report.keys() == {"version", "num_bytes", "publish_s", "checkpoint_s"}
+
+
 def test_a_version_that_cannot_be_made_is_refused(tmp_path, directory):
     with pytest.raises(ValueError, match="holds version 0 and cannot publish version 2"):
         owner(ObjectStore.open(str(tmp_path / "store")), directory, None).publish(2)

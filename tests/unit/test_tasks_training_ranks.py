@@ -1,4 +1,4 @@
-"""Two ranks train what one trains: weights, metrics, checkpoints. And what happens when one of them is gone."""
+"""Several ranks train what one trains: weights, metrics, checkpoints. And what happens when one of them is gone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resources.failures import InfrastructureFailure
 from resources.object_store import ObjectStore
+from tasks.training.algorithm_config import AdvantageConfig, CorrectionConfig, CriticConfig, KLConfig
 from tasks.training.config import LoraConfig, LossConfig, OptimizerConfig
 from tasks.training.learner import Learner
 from tasks.training.minibatches import deal_to_ranks
-from tests.rank_processes import on_ranks
+from tasks.training.ranks import ProcessRanks, Rendezvous
+from tasks.training.row import TrainingRow
+from tests.rank_processes import TIMEOUT_S, on_ranks
 from tests.unit.test_tasks_training_learner import make_batch, make_learner
 from tests.unit.test_tasks_training_model import make_model_directory
 from tests.unit.test_tasks_training_row import make_row
@@ -110,6 +115,63 @@ def test_two_ranks_train_what_one_trains(directory: Path, tmp_path: Path) -> Non
     assert all("read different batches" in str(error) for error in refused)
 
 
+# With a large epsilon AdamW's step shows the gradient's length, and the clip is always active.
+COMBINED: dict[str, Any] = {
+    "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_updates=0, adam_epsilon=1e-2, max_grad_norm=0.3),
+    "max_tokens_per_microbatch": 40,
+    "max_logits_per_chunk": 120,
+    "minibatches": 2,
+    "kl": KLConfig(coefficient=0.1),
+    "advantage": AdvantageConfig(estimator="gae"),
+    "critic": CriticConfig(train_decoder=True),
+    "loss": LossConfig(name="ppo_clip", ratio_to="proximal", entropy_coefficient=0.02),
+    "corrections": (CorrectionConfig(name="ratio_mask"),),
+    "gradient_checkpointing": True,
+}
+
+
+def uneven_batch(version: int) -> list[TrainingRow]:
+    """Two long rows of many trained tokens beside two short ones of one each; in odd versions, the short ones alone."""
+    rows = []
+    for group, (length, trained) in enumerate(((5, (3,)), (110, tuple(range(3, 100, 3))))[: 2 - version % 2]):
+        for member in range(2):
+            rows.append(
+                make_row(
+                    10 * version + 2 * group + member,
+                    length=length + member,
+                    trained=trained,
+                    reward=float(member),
+                    family="maze" if group else "sums",
+                    group=f"{version}-{group}",
+                    version=version,
+                )
+            )
+    return rows
+
+
+def train_uneven(config: dict[str, Any], make: Make, rank: int = 0) -> Any:
+    learner = make(**config)
+    reports = [learner.update(uneven_batch(version), version).metrics for version in range(NUM_UPDATES)]
+    assert learner._critic is not None
+    return learner.tensors(), learner._critic.tensors(), reports
+
+
+@pytest.mark.slow
+def test_three_ranks_train_what_one_trains_with_fewer_rows_than_ranks(directory: Path) -> None:
+    """All that the learner combines; a rank without any row in half of the steps, and rows of very unequal length."""
+    configs = [COMBINED, {**COMBINED, "lora": LoraConfig(rank=4, alpha=8)}]
+    for config, ranks in zip(
+        configs, on_ranks(3, directory, *(partial(train_uneven, config) for config in configs)), strict=True
+    ):
+        tensors, critic, reports = train_uneven(config, partial(make_learner, directory))
+        assert_close(tensors, ranks[0][0])
+        for _, found, metrics in ranks:
+            assert_close(critic, found)
+            for one, other in zip(reports, metrics, strict=True):
+                for name in ("loss", "grad_norm", "critic/grad_norm", "critic/loss", "reference_kl", "entropy"):
+                    assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+
+
 def assert_close(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
@@ -129,6 +191,27 @@ def test_a_rank_whose_neighbour_dies_leaves_its_collective(directory: Path) -> N
     [(survivor, dead)] = on_ranks(2, directory, end_in_an_update)
     assert dead is None
     assert isinstance(survivor, RuntimeError) and "gloo" in str(survivor)
+
+
+def join(meeting: Rendezvous) -> ProcessRanks:
+    return ProcessRanks(0, 1, meeting.address, device="cpu", timeout_s=TIMEOUT_S, store=meeting.store)
+
+
+def test_a_group_whose_member_was_dropped_makes_room_and_another_one_does_not() -> None:
+    """As when the first rank's process, or the run's driver, is killed between two updates: Dask drops the actors of
+    the other ranks, whose processes torch.distributed still counts as members of the group."""
+    member = join(Rendezvous("127.0.0.1", 1, TIMEOUT_S))
+    try:
+        with pytest.raises(InfrastructureFailure, match="already belongs to a group of 1 ranks; another run"):
+            join(Rendezvous("127.0.0.1", 1, TIMEOUT_S))
+        held: list[object] = [member]
+        held.append(held)  # what an actor holds goes in cycles
+        del member, held
+        member = join(Rendezvous("127.0.0.1", 1, TIMEOUT_S))
+        assert member.sum(torch.ones(())) == 1.0 and member.gather("here") == ["here"]
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @given(tokens=st.lists(st.integers(1, 500), max_size=40), num_ranks=st.integers(1, 6))
