@@ -37,7 +37,7 @@ from tests.unit.test_tasks_training_model import make_model_directory
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONFIG = TrainingConfig(
-    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_updates=0), minibatches=2, collective_timeout_s=30
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_updates=0), minibatches=2, collective_timeout_s=60
 )
 ANSWER_S = 240.0
 
@@ -99,7 +99,12 @@ def write_batches(store: ObjectStore, num_batches: int) -> None:
 
 
 def start_learner(
-    client: Client, run: RunRef, directory: Path, worker: str | None = None, **replaced: int
+    client: Client,
+    run: RunRef,
+    directory: Path,
+    worker: str | None = None,
+    config: TrainingConfig = CONFIG,
+    **replaced: int,
 ) -> ActorHandle:
     from tasks.training.owner import LearnerActor
 
@@ -107,7 +112,7 @@ def start_learner(
         client,
         LearnerActor,
         run.model_dump(),
-        CONFIG.model_dump(mode="json"),
+        config.model_dump(mode="json"),
         str(directory),
         0,
         10,
@@ -188,14 +193,15 @@ def test_a_rank_that_hangs_fails_the_update_in_time_and_is_replaced(
     run = RunRef(run_id="run", store_url=store.url)
     write_batches(store, 2)
     other = workers_by_class(client)["learner"][1]
-    learner = start_learner(client, run, directory)
+    config = CONFIG.model_copy(update={"collective_timeout_s": 30.0})
+    learner = start_learner(client, run, directory, config=config)
     call_sync(learner, "update", 0, timeout_s=ANSWER_S)
     call_sync(learner, "publish", 1, timeout_s=ANSWER_S)
     stopped = client.run(os.getpid, workers=[other])[other]
     os.kill(stopped, signal.SIGSTOP)
     # The collective's timeout, and as long again for an answer of the rank that hangs.
     with pytest.raises(InfrastructureFailure, match=r"learner rank 1 of 2 .* no answer within 30 s"):
-        call_sync(learner, "update", 1, timeout_s=3 * CONFIG.collective_timeout_s)
+        call_sync(learner, "update", 1, timeout_s=3 * config.collective_timeout_s)
     metrics = call_sync(learner, "update", 1, timeout_s=ANSWER_S)
     assert metrics["optimizer_steps/total"] == 4, "the batch was trained once"
     assert stopped not in client.run(os.getpid).values(), "its process was replaced"

@@ -13,6 +13,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tasks.training.algorithm_config import AdvantageConfig, CorrectionConfig, CriticConfig, KLConfig
+from tasks.training.config import LoraConfig, LossConfig
 from tasks.training.forward import PolicyForward
 from tasks.training.learner import Learner
 from tasks.training.model import load_policy
@@ -39,8 +41,9 @@ def micro_batch() -> MicroBatch:
 class Operations(TorchDispatchMode):
     """Notes every operation: its name, the types of its tensor arguments, and what it gave."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
+        self.vocabulary = vocabulary
         self.seen: list[tuple[str, tuple[torch.dtype, ...], list[torch.Size]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,8 +57,8 @@ class Operations(TorchDispatchMode):
     def most_positions(self) -> int:
         """Positions of the largest tensor over the vocabulary that ever was; the weights and their gradients apart."""
         shapes = [shape for _, _, shapes in self.seen for shape in shapes]
-        over_vocabulary = [shape for shape in shapes if VOCABULARY in shape and WIDTH not in shape]
-        return max(shape.numel() for shape in over_vocabulary) // VOCABULARY
+        over_vocabulary = [shape for shape in shapes if self.vocabulary in shape and WIDTH not in shape]
+        return max(shape.numel() for shape in over_vocabulary) // self.vocabulary
 
     def input_types(self, name: str) -> set[torch.dtype]:
         """Of the first argument of an operation."""
@@ -103,6 +106,43 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once(directory: Path, entropy_
     assert most[CHUNK * VOCABULARY] == (CHUNK, CHUNK)
     chunked, whole = gradients.values()
     assert float((chunked - whole).abs().max()) <= 1e-5 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=8)])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_no_pass_of_an_update_holds_more_than_a_chunk_of_logits(
+    tmp_path: Path, precision: str, lora: LoraConfig | None
+) -> None:
+    """Reference, critic's values, proximal log-probabilities, corrections, steps with the entropy's gradient."""
+    vocabulary = 53  # as no other size of the model or the batch
+    learner = make_learner(
+        make_model_directory(tmp_path, vocab_size=vocabulary),
+        precision=precision,
+        lora=lora,
+        kl=KLConfig(coefficient=0.1),
+        advantage=AdvantageConfig(estimator="gae"),
+        critic=CriticConfig(),
+        loss=LossConfig(name="decoupled", entropy_coefficient=0.05),
+        corrections=(CorrectionConfig(name="ratio_mask"),),
+        gradient_checkpointing=True,
+        minibatches=2,
+        max_logits_per_chunk=CHUNK * vocabulary,
+    )
+    with Operations(vocabulary) as operations:
+        assert learner.update(make_batch(0), 0).metrics["tokens/trained"] > 4 * CHUNK
+    assert operations.most_positions() == CHUNK
+
+
+def test_recomputing_layers_wakes_no_dropout(tmp_path: Path) -> None:
+    """A layer recomputes only where it believes that it is trained; what lies in it must not believe so."""
+    directory = make_model_directory(tmp_path, attention_dropout=0.5)
+    batch = micro_batch()
+    plain, *recomputed = (
+        PolicyForward(load_policy(directory, "packed", "cpu"), 2**25, recompute_layers=recompute).logprobs(batch)[0]
+        for recompute in (False, True, True)
+    )
+    for found in recomputed:
+        torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-6)
 
 
 def test_checkpointed_layers_keep_their_inputs_only(directory: Path) -> None:

@@ -23,7 +23,7 @@ SIZES = {
 }
 
 
-def make_model_directory(directory: Path, *, tied: bool = True, llama: bool = False, **sizes: int) -> Path:
+def make_model_directory(directory: Path, *, tied: bool = True, llama: bool = False, **sizes: float) -> Path:
     """A small random causal LM with visibly different weights in every layer, and one file beside it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
