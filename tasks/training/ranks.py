@@ -140,7 +140,10 @@ class ProcessRanks:
                 f"rank {rank}: not all {size} learner ranks met at {address} within {timeout_s:g} s: {error}"
             ) from error
         ProcessRanks._member = weakref.ref(self)
-        self.mesh: DeviceMesh | None = init_device_mesh(device.partition(":")[0], (size,), mesh_dim_names=("ranks",))
+        # torch keeps for good what it has worked out for a mesh, the place of this process in it included, and takes
+        # meshes of one size and one name for the same one. A process may be another rank in its next group.
+        name = f"rank_{rank}_of_{size}_at_{port}"
+        self.mesh: DeviceMesh | None = init_device_mesh(device.partition(":")[0], (size,), mesh_dim_names=(name,))
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.detach().clone()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from resources.failures import InfrastructureFailure
 from resources.object_store import ObjectStore
 from tasks.training.algorithm_config import AdvantageConfig, CorrectionConfig, CriticConfig, KLConfig
-from tasks.training.config import LoraConfig, LossConfig, OptimizerConfig
+from tasks.training.config import LoraConfig, LossConfig, OptimizerConfig, TrainingConfig
 from tasks.training.learner import Learner
 from tasks.training.minibatches import deal_to_ranks
 from tasks.training.ranks import ProcessRanks, Rendezvous
@@ -191,6 +191,40 @@ def test_a_rank_whose_neighbour_dies_leaves_its_collective(directory: Path) -> N
     [(survivor, dead)] = on_ranks(2, directory, end_in_an_update)
     assert dead is None
     assert isinstance(survivor, RuntimeError) and "gloo" in str(survivor)
+
+
+def change_places(directory: Path, store: str, make: Make, rank: int) -> dict[str, torch.Tensor]:
+    """Train and save in one group; restore and go on in another of the same processes, whose first rank was the last
+    one."""
+    learner = make(**DECOUPLED)
+    learner.save(ObjectStore.open(store), "start")
+    learner.ranks.gather("the first rank has written")
+    learner.restore(ObjectStore.open(store), "start")
+    learner.update(make_batch(0), 0)
+    learner.save(ObjectStore.open(store), "c")
+    meeting = Rendezvous("127.0.0.1", 2, TIMEOUT_S) if rank == 1 else None
+    address = learner.ranks.gather(meeting and meeting.address)[1]
+    learner.ranks.leave()
+    ranks = ProcessRanks(1 - rank, 2, address, device="cpu", timeout_s=TIMEOUT_S, store=meeting and meeting.store)
+    try:
+        learner = Learner(directory, TrainingConfig(**DECOUPLED), seed=0, ranks=ranks)
+        learner.restore(ObjectStore.open(store), "c")
+        learner.update(make_batch(1), 1)
+        return learner.tensors()
+    finally:
+        ranks.leave()
+
+
+@pytest.mark.slow
+def test_a_process_may_have_another_place_in_the_next_group(directory: Path, tmp_path: Path) -> None:
+    """What torch remembers of a mesh (which shard is mine) must not outlive its group: the learner whose first rank
+    died is built again on the worker of another rank."""
+    [(second, first)] = on_ranks(2, directory, partial(change_places, directory, str(tmp_path)))
+    one = make_learner(directory, **DECOUPLED)
+    for version in (0, 1):
+        one.update(make_batch(version), version)
+    assert second == {}
+    assert_close(one.tensors(), first)
 
 
 def join(meeting: Rendezvous) -> ProcessRanks:
