@@ -45,8 +45,8 @@ class WrittenBuilders:
         self.built.append((name, worker, *facts))
         return ActorHandle(name, "Actor", f"{name}-{len(self.built)}", worker, "tcp://scheduler")
 
-    def learner(self, worker, hardware_class, model_directory, version):
-        return self._handle("learner", worker, version)
+    def learner(self, worker, hardware_class, model_directory, version, *, num_ranks=None):
+        return self._handle("learner", worker, version, *([] if num_ranks is None else [num_ranks]))
 
     def engine(self, worker, hardware_class, index, version):
         return self._handle(f"engine-{hardware_class}-{index}", worker, version)
@@ -157,7 +157,7 @@ def test_what_each_is_built_again_from(started):
     crew.rebuild["rollout-0"]("tcp://new", 2)
     engines = {name: [f"engine-{name}-{i}" for i in range(2)] for name in ("bandwidth", "compute")}
     assert build.built == [
-        ("learner", "tcp://new", 4),
+        ("learner", "tcp://new", 4, 2),  # a rank on each of the two learner workers
         ("engine-compute-1", "tcp://new", 7),
         ("rollout-0-r2", "tcp://new", engines),
     ]
