@@ -168,3 +168,22 @@ def test_one_member_that_counts_is_compared_with_nobody_by_turn_either(name: str
     """Though the turns of a single rollout met one observation, and their returns differ."""
     inputs = inputs_of([turns_row(0, 1.0, "a", 0.0, 0.5), turns_row(1, 3.0, "b", 1.0, 2.0)], stale=(1,))
     assert estimate(inputs, name).excluded_R == ["dead_group", "dead_group"]
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"estimator": "gigpo", "step_weight": 2.0}, [1 / 3, -2 / 3, 1 / 3]),
+        ({"estimator": "turn_returns"}, [0.125, -0.375, 0.125]),
+    ],
+)
+def test_sooner_is_better_than_later_with_a_discount_and_undivided_as_asked(
+    section: dict[str, Any], expected: list[float]
+) -> None:
+    """Both succeed, one in one turn, the other in two, and all turns read the same: returns 1; 0.5 and 1."""
+    rows = [turns_row(0, 1.0, "a", 0.0), turns_row(1, 1.0, "b", 0.0, 0.0)]
+    config = AdvantageConfig(scaling="none", discount=0.5, **section)
+    found = Algorithms(TrainingConfig(advantage=config)).estimate(AdvantageInputs.of(rows))
+    assert found.excluded_R == [None, None]
+    turns = [float(found.values_RT[row][t]) for row, t in ((0, 1), (1, 1), (1, 4))]
+    assert turns == pytest.approx(expected, abs=1e-6)
