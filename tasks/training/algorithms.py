@@ -34,6 +34,11 @@ class Algorithm:
     def correction_names(self) -> tuple[str, ...]:
         return tuple(each.name.rpartition(":")[2] for each in self.correction_configs)
 
+    def staleness_bound(self, max_staleness: int | None) -> int | None:
+        """Versions beyond which no token counts: the run's bound, or that of a ``staleness_mask`` where it is lower."""
+        bounds = [each.max_staleness for each in self.correction_configs if each.name == "staleness_mask"]
+        return min(bounds if max_staleness is None else [*bounds, max_staleness], default=None)
+
     @property
     def needs_proximal(self) -> bool:
         """Log-probabilities under the weights with which the update starts."""

@@ -39,20 +39,22 @@ def trainable_tokens(
 def derive_masks(
     rows: Sequence[TrainingRow],
     excluded: Sequence[str | None],
+    counted_R: Sequence[bool],
     *,
     version: int,
     max_staleness: int | None,
     truncated_rows: Literal["train", "mask"],
 ) -> TrainingMasks:
-    """Drop excluded rows whole (``unscored``, ``dead_group``), cut rows if so configured (``truncated``), and tokens
-    beyond the staleness bound (``stale``: version minus the token's own version exceeds it; None: no bound)."""
+    """Drop excluded rows whole (``unscored``, ``dead_group``), cut rows if so configured (``truncated``), rows that no
+    statistic counts (``stale``), and tokens beyond the staleness bound (``stale`` as well: version minus the token's
+    own version exceeds it; None: no bound)."""
     trained: list[np.ndarray] = []
     masked: Counter[str] = Counter()
-    for row, cause in zip(rows, excluded, strict=True):
+    for row, cause, counted in zip(rows, excluded, counted_R, strict=True):
         if cause is None and row.truncated and truncated_rows == "mask":
             cause = "truncated"
-        if cause == "dead_group" and is_beyond_bound(row, version, max_staleness):
-            cause = "stale"  # its reward was in no statistic
+        if cause in (None, "dead_group") and not counted:
+            cause = "stale"
         if cause is not None:
             masked[cause] += int(row.loss_mask.sum())
             trained.append(np.zeros(len(row.token_ids), np.bool_))

@@ -145,16 +145,24 @@ def prepare_rows(
 ) -> PreparedRows:
     """Advantages and masks of whole groups, at the learner's ``version``. Arguments as in `Learner.update`,
     `TrainingConfig` and `PreparedRows`."""
+    bounds = [algorithms.of(row.family).staleness_bound(max_staleness) for row in rows]
+    counted = [not is_beyond_bound(row, version, bound) for row, bound in zip(rows, bounds, strict=True)]
+    trainable = [trainable_tokens(row, version, max_staleness, truncated_rows) for row in rows]
     inputs = AdvantageInputs(
         rows=rows,
-        trainable_RT=[trainable_tokens(row, version, max_staleness, truncated_rows) for row in rows],
-        counted_R=[not is_beyond_bound(row, version, max_staleness) for row in rows],
+        trainable_RT=[mask & is_counted for mask, is_counted in zip(trainable, counted, strict=True)],
+        counted_R=counted,
         penalty_RT=None if reference_RT is None else reward_penalties(algorithms, rows, reference_RT),
         values_RT=values_RT,
     )
     advantages = algorithms.estimate(inputs)
     masks = derive_masks(
-        rows, advantages.excluded_R, version=version, max_staleness=max_staleness, truncated_rows=truncated_rows
+        rows,
+        advantages.excluded_R,
+        counted,
+        version=version,
+        max_staleness=max_staleness,
+        truncated_rows=truncated_rows,
     )
     return PreparedRows(list(rows), advantages, masks, version, values_RT, reference_RT)
 

@@ -111,9 +111,12 @@ def decoupled_loglinear(tokens, row):
 # -- the whole --------------------------------------------------------------------------------------------------------
 
 
-def step_loss(rows, model, reference_model, version, bound, plans, denominator, mask_truncated=False):
+def step_loss(
+    rows, model, reference_model, version, bound, plans, denominator, mask_truncated=False, staleness_mask=99
+):
     """Plans by family: ``advantage`` (a formula above, or a name), ``loss``, ``weigh`` (of a token and its row's
-    tokens, or None), ``kl`` (coefficient, place, formula of d) or None, ``entropy``, ``weight``, ``normalise``."""
+    tokens, or None), ``kl`` (coefficient, place, formula of d) or None, ``entropy``, ``weight``, ``normalise``. A row
+    of which ``staleness_mask`` leaves nothing is as if it were not there."""
     tokens = []
     for row in rows:
         if len(row.token_ids):
@@ -128,7 +131,9 @@ def step_loss(rows, model, reference_model, version, bound, plans, denominator, 
         kl = plans[token.row.family]["kl"]
         return kl[0] * kl[2](token.b - token.f) if kl and kl[1] == "reward" else 0.0
 
-    counted = {x.row.rollout_id for x in tokens if x.age <= bound and x.row.reward is not None}
+    leaves = min(bound, staleness_mask)
+    left = {id(x.row) for x in tokens if x.age <= leaves and x.row.reward is not None}
+    counted = {x.row.rollout_id for x in tokens if id(x.row) in left}
     trained = []
     for family, plan in plans.items():
         rewards = defaultdict(dict)
@@ -136,7 +141,7 @@ def step_loss(rows, model, reference_model, version, bound, plans, denominator, 
             if row.family == family and row.rollout_id in counted:
                 paid = sum(penalty(x) for x in tokens if x.row.rollout_id == row.rollout_id)
                 rewards[row.group_id][row.rollout_id] = row.reward - paid
-        own = [x for x in tokens if x.row.family == family and x.row.reward is not None and x.age <= bound]
+        own = [x for x in tokens if x.row.family == family and id(x.row) in left and x.age <= bound]
         own = [x for x in own if not (mask_truncated and x.row.truncated)]
         if plan["advantage"] == "return to go":
             for x in own:

@@ -23,9 +23,8 @@ def test_masked_tokens_are_counted_by_their_first_cause() -> None:
         make_row(3, version=2),
         make_row(4, version=4),
     ]
-    masks = derive_masks(
-        rows, ["unscored", "dead_group", None, None, None], version=5, max_staleness=2, truncated_rows="mask"
-    )
+    causes, counted = ["unscored", "dead_group", None, None, None], [True, True, True, False, True]
+    masks = derive_masks(rows, causes, counted, version=5, max_staleness=2, truncated_rows="mask")
     assert masks.masked_tokens == {"unscored": 3, "dead_group": 3, "truncated": 3, "stale": 3}
     assert [int(mask.sum()) for mask in masks.trained_RT] == [0, 0, 0, 0, 3]
     assert rows[3].loss_mask.sum() == 3, "stored masks are never rewritten"
@@ -35,7 +34,7 @@ def test_m19_truncated_rows_are_treated_as_the_configuration_says() -> None:
     """M19: a row that a limit cut is trained like any other, or masked; either way it is counted."""
     rows = [make_row(0, truncated=True)]
     for truncated_rows, trained in (("train", 3), ("mask", 0)):
-        masks = derive_masks(rows, [None], version=0, max_staleness=None, truncated_rows=truncated_rows)
+        masks = derive_masks(rows, [None], [True], version=0, max_staleness=None, truncated_rows=truncated_rows)
         assert int(masks.trained_RT[0].sum()) == trained
         assert masks.masked_tokens.get("truncated", 0) == 3 - trained
 
@@ -43,14 +42,15 @@ def test_m19_truncated_rows_are_treated_as_the_configuration_says() -> None:
 def test_only_the_tokens_beyond_the_bound_are_stale() -> None:
     row = make_row(0)
     row.token_versions[5:8] = [1, 2, 3]
-    masks = derive_masks([row], [None], version=4, max_staleness=2, truncated_rows="train")
+    masks = derive_masks([row], [None], [True], version=4, max_staleness=2, truncated_rows="train")
     assert masks.trained_RT[0].nonzero()[0].tolist() == [6, 7]
     assert masks.masked_tokens == {"stale": 1}
 
 
 def test_a_row_wholly_beyond_the_bound_is_masked_as_stale_though_its_group_is_dead_for_it() -> None:
     old, fresh = make_row(0, version=1), make_row(1, version=4)
-    masks = derive_masks([old, fresh], ["dead_group"] * 2, version=4, max_staleness=2, truncated_rows="train")
+    causes = ["dead_group"] * 2
+    masks = derive_masks([old, fresh], causes, [False, True], version=4, max_staleness=2, truncated_rows="train")
     assert masks.masked_tokens == {"stale": 3, "dead_group": 3}
 
 

@@ -27,7 +27,7 @@ TOLERANCE = 2e-6
 """Of weights that a step moves by up to 1e-3."""
 # Micro-batches of a few rows, chunks of three positions, a clip that is always active.
 COMMON: dict[str, Any] = {
-    "optimizer": OptimizerConfig(learning_rate=1e-3, warmup_updates=0, adam_epsilon=1e-4, max_grad_norm=0.3),
+    "optimizer": OptimizerConfig(learning_rate=1e-3, warmup_updates=2, adam_epsilon=1e-4, max_grad_norm=0.3),
     "max_tokens_per_microbatch": 40,
     "max_logits_per_chunk": 3 * VOCABULARY,
 }

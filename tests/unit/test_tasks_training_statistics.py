@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tasks.training.advantages.base import AdvantageInputs, Advantages
-from tasks.training.algorithm_config import AdvantageConfig, CriticConfig
+from tasks.training.algorithm_config import AdvantageConfig, CorrectionConfig, CriticConfig
 from tasks.training.algorithms import Algorithms
 from tasks.training.config import TrainingConfig
+from tasks.training.prepared import PreparedRows, prepare_rows
 from tasks.training.row import TrainingRow, TurnSpan
 from tests.unit.test_tasks_training_row import make_row
 
@@ -86,6 +87,45 @@ def test_what_does_not_count_changes_nothing_of_what_does(name: str) -> None:
     expected, found = estimate(alone, name), estimate(together, name)
     assert trained_values(together, found) == pytest.approx(trained_values(alone, expected), abs=1e-6)
     assert found.num_unscored == 2 and found.num_groups["maze"] == 1
+
+
+def prepared(rows: Sequence[TrainingRow], name: str, max_staleness: int | None = None) -> PreparedRows:
+    """At version 5, with a ``staleness_mask`` of 2."""
+    mask = CorrectionConfig(name="staleness_mask", max_staleness=2)
+    training = TrainingConfig(
+        advantage=AdvantageConfig(**ALL[name]),
+        corrections=(mask,),
+        critic=CriticConfig() if name == "gae" else None,
+    )
+    values = [np.zeros(len(row.token_ids), np.float32) for row in rows] if name == "gae" else None
+    return prepare_rows(rows, 5, max_staleness, "train", Algorithms(training), values_RT=values)
+
+
+def at_version(row: TrainingRow, version: int) -> TrainingRow:
+    return replace(row, token_versions=np.where(row.loss_mask, version, row.token_versions))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_member_that_a_staleness_mask_takes_out_whole_leaves_every_statistic(name: str) -> None:
+    fresh = [at_version(row, 4) for row in group_of_three()]
+    stale = [at_version(turns_row(4, 50.0, "stale", 3.0, 0.0), 2)]
+    together, alone = prepared([*fresh, *stale], name), prepared(fresh, name)
+    for values, mask, expected in zip(
+        together.advantages.values_RT, together.masks.trained_RT, alone.advantages.values_RT, strict=False
+    ):
+        assert values[mask].tolist() == pytest.approx(expected[mask].tolist(), abs=1e-6)
+    assert together.masks.masked_tokens == {"stale": 4} and not together.masks.trained_RT[3].any()
+
+
+def test_a_member_that_a_staleness_mask_takes_out_in_part_stays_whole_in_baseline_and_denominators() -> None:
+    fresh = [at_version(row, 4) for row in group_of_three()]
+    part = at_version(turns_row(4, 1.0, "part", 0.0, 0.0), 4)
+    part.token_versions[1:3] = 1
+    found = prepared([*fresh, part], "grpo, none")
+    assert [float(values[1]) for values in found.advantages.values_RT] == pytest.approx([0.4, -0.6, -0.2, 0.4])
+    assert found.masks.masked_tokens == {} and int(found.masks.trained_RT[3].sum()) == 4
+    bounded = prepared([*fresh, part], "grpo, none", max_staleness=3)
+    assert bounded.masks.masked_tokens == {"stale": 2}, "the run's bound leaves its own mark"
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo, batch", "grpo, none", "rloo", "gdpo", "turn_returns", "gigpo"])

@@ -238,10 +238,11 @@ def test_a_step_is_the_sum_over_its_tokens(directories: tuple[Path, Path], case:
     changes, plans, denominator = CASES[case]
     policy, other = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float64).eval() for each in directories)
     rows = batch(policy)
-    idle = plan()
+    idle, corrections = plan(), changes.get("corrections", ())
     loss, num_trained = reference.step_loss(
         rows, policy, other, VERSION, BOUND, {**plans, "idle": idle}, denominator,
         mask_truncated=changes.get("truncated_rows") == "mask",
+        staleness_mask=min([each.max_staleness for each in corrections if each.name == "staleness_mask"], default=99),
     )  # fmt: skip
     loss.backward()
     config = TrainingConfig(
