@@ -435,7 +435,7 @@ def plain(value):
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def main():
+def all_cases():
     rng = np.random.default_rng(20261130)
     cases = {
         "losses": loss_cases(rng),
@@ -452,7 +452,11 @@ def main():
         "value_loss": value_loss_case(rng),
         "normalisers": normaliser_cases(),
     }
-    Path(__file__).with_name("algorithms.json").write_text(json.dumps(plain(cases)) + "\n")
+    return plain(cases)
+
+
+def main():
+    Path(__file__).with_name("algorithms.json").write_text(json.dumps(all_cases()) + "\n")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def token_case(rng, **extra):
     }
 
 
-def main():
+def all_cases():
     rng = random.Random(20240817)
     groups = [
         [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.9],
@@ -81,7 +81,7 @@ def main():
         [2.0, 2.0, 2.0, 2.0],
         [-0.1, 0.9, 1.0],
     ]
-    cases = {
+    return {
         "grpo": [
             {"rewards": g, "scaling": s, "epsilon": 1e-4, "advantages": group_advantages(g, s, 1e-4)}
             for g in groups
@@ -94,7 +94,10 @@ def main():
             for cap in (1.1, 2.0)
         ],
     }
-    Path(__file__).with_name("training.json").write_text(json.dumps(cases, indent=1) + "\n")
+
+
+def main():
+    Path(__file__).with_name("training.json").write_text(json.dumps(all_cases(), indent=1) + "\n")
 
 
 if __name__ == "__main__":
