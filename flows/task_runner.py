@@ -40,6 +40,8 @@ R = TypeVar("R")
 TAG_PREFIX = "pool:"
 CONNECT_S = 10.0
 """Longest wait for the scheduler to answer."""
+NUM_REPORTS = 3
+"""Attempts to tell the server of a crash, while it books what the worker had announced."""
 
 
 def hardware_class_of(task: Task[Any, Any]) -> str:
@@ -113,22 +115,32 @@ class PoolFuture(PrefectWrappedFuture[R, distributed.Future]):
         failure = InfrastructureFailure(message)
         failure.__cause__ = cause
         self._final_state = Crashed(message=message, data=failure)
-        reported: State[Any] = Crashed(message=message)
+        self._report(Crashed(message=message))
+
+    def _report(self, state: State[Any]) -> None:
+        """Tell the server. A worker that died has announced the run, or has not, or its announcement, which the server
+        books when it comes to it, arrives while this is going on."""
         client = get_client(sync_client=True)
-        try:
-            client.set_task_run_state(self.task_run_id, reported, force=True)
-        except PrefectHTTPStatusError as error:
-            if error.response.status_code != httpx.codes.NOT_FOUND:
-                raise
-            # No worker has announced the run: the task never started, or its worker died at once.
-            client.create_task_run(
-                self._task,
-                self._flow_run_id,
-                dynamic_key=str(self.task_run_id),
-                id=self.task_run_id,
-                name=f"{self._task.name}-{str(self.task_run_id)[:3]}",
-                state=reported,
-            )
+        for attempt in range(NUM_REPORTS):
+            try:
+                client.set_task_run_state(self.task_run_id, state, force=True)
+                return
+            except PrefectHTTPStatusError as error:
+                if error.response.status_code != httpx.codes.NOT_FOUND:
+                    raise
+            try:
+                client.create_task_run(
+                    self._task,
+                    self._flow_run_id,
+                    dynamic_key=str(self.task_run_id),
+                    id=self.task_run_id,
+                    name=f"{self._task.name}-{str(self.task_run_id)[:3]}",
+                    state=state,
+                )
+                return
+            except PrefectHTTPStatusError as error:
+                if error.response.status_code != httpx.codes.CONFLICT or attempt == NUM_REPORTS - 1:
+                    raise
 
 
 def _explain(cause: Exception) -> str:
