@@ -112,9 +112,8 @@ def with_logprobs(rows: Sequence[TrainingRow], directory: Path, training: Traini
 
 def prepare(directory: str, training: TrainingConfig, rows: list[TrainingRow]) -> Workload:
     """With the advantages and masks that the learner derives, for loops that know no groups."""
-    advantages = Algorithms(training).estimate(AdvantageInputs.of(rows))
-    masks = derive_masks(
-        rows, advantages.excluded_R, [True] * len(rows), version=0, max_staleness=None, truncated_rows="train"
-    )
+    inputs = AdvantageInputs.of(rows)
+    advantages = Algorithms(training).estimate(inputs)
+    masks = derive_masks(inputs, advantages.excluded_R, "train")
     live = [index for index, mask in enumerate(masks.trained_RT) if mask.any()]
     return Workload(directory, training, rows, live, masks.trained_RT, advantages.values_RT)

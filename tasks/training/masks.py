@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from tasks.training.advantages.base import AdvantageInputs
 from tasks.training.row import TrainingRow
 
 
@@ -37,29 +38,21 @@ def trainable_tokens(
 
 
 def derive_masks(
-    rows: Sequence[TrainingRow],
-    excluded: Sequence[str | None],
-    counted_R: Sequence[bool],
-    *,
-    version: int,
-    max_staleness: int | None,
-    truncated_rows: Literal["train", "mask"],
+    inputs: AdvantageInputs, excluded: Sequence[str | None], truncated_rows: Literal["train", "mask"]
 ) -> TrainingMasks:
-    """Drop excluded rows whole (``unscored``, ``dead_group``), cut rows if so configured (``truncated``), rows that no
-    statistic counts (``stale``), and tokens beyond the staleness bound (``stale`` as well: version minus the token's
-    own version exceeds it; None: no bound)."""
+    """Of the tokens that are trainable, drop those of excluded rows (``unscored``, ``dead_group``); count what is not
+    trained of cut rows that are to be masked (``truncated``), of rows that no statistic counts, and beyond the
+    staleness bound (both ``stale``)."""
     trained: list[np.ndarray] = []
     masked: Counter[str] = Counter()
-    for row, cause, counted in zip(rows, excluded, counted_R, strict=True):
+    for row, trainable, counted, cause in zip(
+        inputs.rows, inputs.trainable_RT, inputs.counted_R, excluded, strict=True
+    ):
         if cause is None and row.truncated and truncated_rows == "mask":
             cause = "truncated"
         if cause in (None, "dead_group") and not counted:
             cause = "stale"
-        if cause is not None:
-            masked[cause] += int(row.loss_mask.sum())
-            trained.append(np.zeros(len(row.token_ids), np.bool_))
-            continue
-        mask = trainable_tokens(row, version, max_staleness, truncated_rows)
-        masked["stale"] += int(row.loss_mask.sum()) - int(mask.sum())
+        mask = trainable if cause is None else np.zeros_like(trainable)
+        masked[cause or "stale"] += int(row.loss_mask.sum()) - int(mask.sum())
         trained.append(mask)
     return TrainingMasks(trained, {cause: count for cause, count in masked.items() if count})

@@ -156,14 +156,7 @@ def prepare_rows(
         values_RT=values_RT,
     )
     advantages = algorithms.estimate(inputs)
-    masks = derive_masks(
-        rows,
-        advantages.excluded_R,
-        counted,
-        version=version,
-        max_staleness=max_staleness,
-        truncated_rows=truncated_rows,
-    )
+    masks = derive_masks(inputs, advantages.excluded_R, truncated_rows)
     return PreparedRows(list(rows), advantages, masks, version, values_RT, reference_RT)
 
 

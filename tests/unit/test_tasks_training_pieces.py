@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from tasks.training.advantages.base import AdvantageInputs
 from tasks.training.config import AdvantageConfig, LossConfig, OptimizerConfig, TrainingConfig
-from tasks.training.masks import derive_masks
+from tasks.training.masks import TrainingMasks, derive_masks, is_beyond_bound, trainable_tokens
 from tasks.training.minibatches import deal_minibatches
 from tasks.training.normalisers import family_token_mean, sequence_mean, token_mean
 from tasks.training.plugins import LOSSES, resolve
+from tasks.training.row import TrainingRow
 from tasks.training.schedule import learning_rate_at
 from tests.unit.test_tasks_training_row import make_row
+
+
+def masks_of(
+    rows: list[TrainingRow],
+    causes: list[str | None],
+    version: int = 0,
+    max_staleness: int | None = None,
+    truncated_rows: Literal["train", "mask"] = "train",
+) -> TrainingMasks:
+    trainable = [trainable_tokens(row, version, max_staleness, truncated_rows) for row in rows]
+    counted = [not is_beyond_bound(row, version, max_staleness) for row in rows]
+    return derive_masks(AdvantageInputs(rows, trainable, counted), causes, truncated_rows)
 
 
 def test_masked_tokens_are_counted_by_their_first_cause() -> None:
@@ -23,8 +39,7 @@ def test_masked_tokens_are_counted_by_their_first_cause() -> None:
         make_row(3, version=2),
         make_row(4, version=4),
     ]
-    causes, counted = ["unscored", "dead_group", None, None, None], [True, True, True, False, True]
-    masks = derive_masks(rows, causes, counted, version=5, max_staleness=2, truncated_rows="mask")
+    masks = masks_of(rows, ["unscored", "dead_group", None, None, None], 5, 2, "mask")
     assert masks.masked_tokens == {"unscored": 3, "dead_group": 3, "truncated": 3, "stale": 3}
     assert [int(mask.sum()) for mask in masks.trained_RT] == [0, 0, 0, 0, 3]
     assert rows[3].loss_mask.sum() == 3, "stored masks are never rewritten"
@@ -33,25 +48,22 @@ def test_masked_tokens_are_counted_by_their_first_cause() -> None:
 def test_m19_truncated_rows_are_treated_as_the_configuration_says() -> None:
     """M19: a row that a limit cut is trained like any other, or masked; either way it is counted."""
     rows = [make_row(0, truncated=True)]
-    for truncated_rows, trained in (("train", 3), ("mask", 0)):
-        masks = derive_masks(rows, [None], [True], version=0, max_staleness=None, truncated_rows=truncated_rows)
-        assert int(masks.trained_RT[0].sum()) == trained
-        assert masks.masked_tokens.get("truncated", 0) == 3 - trained
+    kept, dropped = masks_of(rows, [None]), masks_of(rows, [None], truncated_rows="mask")
+    assert (int(kept.trained_RT[0].sum()), kept.masked_tokens) == (3, {})
+    assert (int(dropped.trained_RT[0].sum()), dropped.masked_tokens) == (0, {"truncated": 3})
 
 
 def test_only_the_tokens_beyond_the_bound_are_stale() -> None:
     row = make_row(0)
     row.token_versions[5:8] = [1, 2, 3]
-    masks = derive_masks([row], [None], [True], version=4, max_staleness=2, truncated_rows="train")
+    masks = masks_of([row], [None], 4, 2)
     assert masks.trained_RT[0].nonzero()[0].tolist() == [6, 7]
     assert masks.masked_tokens == {"stale": 1}
 
 
 def test_a_row_wholly_beyond_the_bound_is_masked_as_stale_though_its_group_is_dead_for_it() -> None:
     old, fresh = make_row(0, version=1), make_row(1, version=4)
-    causes = ["dead_group"] * 2
-    masks = derive_masks([old, fresh], causes, [False, True], version=4, max_staleness=2, truncated_rows="train")
-    assert masks.masked_tokens == {"stale": 3, "dead_group": 3}
+    assert masks_of([old, fresh], ["dead_group"] * 2, 4, 2).masked_tokens == {"stale": 3, "dead_group": 3}
 
 
 def test_denominators_by_hand() -> None:

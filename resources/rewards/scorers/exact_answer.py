@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)", re.ASCII)
 
 
 class ExactAnswerScorer:
-    """1 for the right answer, 0 for a wrong one or none; malformed actions cost `INVALID_ACTION_REWARD` each.
+    """1 for the right answer, 0 for a wrong one or none; malformed actions cost `INVALID_ACTION_PENALTY` each.
 
     Payload: ``answer`` (text, a number, or null when the policy gave none), ``expected`` (text or a number), and
     ``num_invalid_actions``. ``ignore_case`` compares texts without regard to case.

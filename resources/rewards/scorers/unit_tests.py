@@ -14,7 +14,7 @@ code that loops for ever is found out by the sandbox and scored 0, and never loo
 
 
 class UnitTestsScorer:
-    """1 when all tests pass, 0 otherwise; malformed actions cost `INVALID_ACTION_REWARD` each.
+    """1 when all tests pass, 0 otherwise; malformed actions cost `INVALID_ACTION_PENALTY` each.
 
     Code that raises, loops or crashes is the policy's own doing and scores 0; a sandbox that cannot run raises.
     Payload: ``code`` (null when the policy gave none), ``tests``, ``num_invalid_actions``.

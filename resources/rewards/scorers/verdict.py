@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from resources.environments.action_text import INVALID_ACTION_PENALTY
 from resources.rewards.base import Score, ScoringRequest
-
-INVALID_ACTION_REWARD = -0.1
-"""Reward of each malformed action."""
 
 
 def payload_with(request: ScoringRequest, *keys: str) -> dict[str, Any]:
@@ -28,7 +26,7 @@ def verdict(request: ScoringRequest, success: bool, message: str = "") -> Score:
     num_invalid_actions = request.payload.get("num_invalid_actions", 0)
     if isinstance(num_invalid_actions, bool) or not isinstance(num_invalid_actions, int) or num_invalid_actions < 0:
         raise ValueError(f"payload num_invalid_actions is {num_invalid_actions!r}; it must be an integer >= 0")
-    components = {"outcome": float(success), "invalid_action": INVALID_ACTION_REWARD * num_invalid_actions}
+    components = {"outcome": float(success), "invalid_action": INVALID_ACTION_PENALTY * num_invalid_actions}
     return Score(
         trajectory_id=request.trajectory_id,
         scorer=request.scorer,
