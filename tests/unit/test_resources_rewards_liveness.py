@@ -15,14 +15,7 @@ from resources.rewards.liveness import (
     Watch,
     has_driver,
 )
-
-
-class HandClock:
-    def __init__(self) -> None:
-        self.now = 500.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.claimed_rewards import HandClock
 
 
 @pytest.fixture

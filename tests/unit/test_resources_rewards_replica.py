@@ -16,17 +16,10 @@ from resources.rewards.liveness import REPLICAS, RUN_HEARTBEAT, Beacon
 from resources.rewards.queue import QUEUE, Backlog, RewardQueue
 from resources.rewards.replica import ReplicaReport, serve_rewards
 from resources.rewards.results import RewardResults
+from tests.claimed_rewards import HandClock
 
 CONFIG = RewardsConfig(keep_alive_s=20.0, max_lifetime_s=100.0, owner_timeout_s=30.0, lease_s=9.0, clock_skew_s=1.0)
 PATIENCE_S = 60.0
-
-
-class HandClock:
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class PaperScoring:

@@ -19,13 +19,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from tasks.training.algorithm_config import CorrectionConfig, FamilyTrainingConfig
-from tasks.training.algorithms import Algorithms
 from tasks.training.config import LossConfig, OptimizerConfig, TrainingConfig
-from tasks.training.forward import PolicyForward
 from tasks.training.model import load_policy
-from tasks.training.normalisers import build_normaliser
-from tasks.training.objective import Objective
-from tasks.training.optimizer import build_optimizer
 from tasks.training.passes import UpdateParts
 from tasks.training.plugins import NORMALISERS
 from tasks.training.prepared import TrainableRows
@@ -33,7 +28,7 @@ from tasks.training.ranks import OneRank, Ranks
 from tasks.training.steps import UpdateSteps
 from tasks.training.streamed_steps import StreamedSteps
 from tests.unit.test_tasks_training_model import make_model_directory
-from tests.unit.test_tasks_training_steps import LOSS_CONFIGS, MASKS, random_rows
+from tests.unit.test_tasks_training_steps import LOSS_CONFIGS, MASKS, parts_of, random_rows
 
 MOST_RANKS = 3
 WEIGHTS = (CorrectionConfig(name="truncated_weight", level="sequence_mean"),)
@@ -72,18 +67,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[PreTrainedModel]:
     return [load_policy(directory, "packed", "cpu") for _ in range(MOST_RANKS)]
 
 
-def parts_of(config: TrainingConfig, model: PreTrainedModel, ranks: Ranks) -> UpdateParts:
-    return UpdateParts(
-        forward=PolicyForward(model, config.max_logits_per_chunk),
-        loss=Objective(Algorithms(config)),
-        normalise=build_normaliser(config),
-        optimizer=build_optimizer(list(model.parameters()), config.optimizer),
-        config=config,
-        device="cpu",
-        ranks=ranks,
-    )
-
-
 def whole_step(rows: TrainableRows, parts: UpdateParts) -> tuple[float, dict[str, Any]]:
     steps = UpdateSteps(rows, parts)
     corrected = steps.passes.prepare_corrections()
@@ -112,7 +95,7 @@ def on_threads(
 
     def work(ranks: Ranks) -> tuple[float, dict[str, Any]]:
         try:
-            return step(rows, parts_of(config, models[ranks.rank], ranks))
+            return step(rows, parts_of(config, models[ranks.rank], ranks=ranks))
         except BaseException:
             ranks.interrupt()
             raise
@@ -160,7 +143,7 @@ def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(
     )
     rows = random_rows(seed, lengths, ["maze" if i % 3 else "sums" for i in range(len(lengths))])
     at_once = config.model_copy(update={"streamed": False})
-    expected_loss, expected = whole_step(rows, parts_of(at_once, models[0], OneRank()))
+    expected_loss, expected = whole_step(rows, parts_of(at_once, models[0], ranks=OneRank()))
     gradient = flat_gradient(models[0])
     answers, found = on_threads(size, models, rows, config, streamed_step if streamed else whole_step)
     assert float((found - gradient).abs().max()) <= 1e-6 * max(1.0, float(gradient.abs().max()))

@@ -27,6 +27,7 @@ from tasks.training.packing import PackableSequence
 from tasks.training.passes import UpdateParts
 from tasks.training.plugins import LOSSES, NORMALISERS
 from tasks.training.prepared import TrainableRows
+from tasks.training.ranks import OneRank, Ranks
 from tasks.training.steps import NonFiniteUpdate, UpdateSteps
 from tests.unit.test_tasks_training_model import make_model_directory
 from tests.unit.test_tasks_training_row import VOCABULARY
@@ -66,17 +67,23 @@ def random_rows(seed: int, lengths: Sequence[int], families: Sequence[str], temp
     )
 
 
-def steps_over(rows: TrainableRows, model: PreTrainedModel, normalise: Normaliser, **changes) -> UpdateSteps:
-    config = TrainingConfig(**changes)
-    parts = UpdateParts(
+def parts_of(
+    config: TrainingConfig, model: PreTrainedModel, *, normalise: Normaliser | None = None, ranks: Ranks | None = None
+) -> UpdateParts:
+    """Of an update without a critic. By default the configuration's denominator, on one rank."""
+    return UpdateParts(
         forward=PolicyForward(model, config.max_logits_per_chunk),
         loss=Objective(Algorithms(config)),
-        normalise=normalise,
+        normalise=normalise or build_normaliser(config),
         optimizer=build_optimizer(list(model.parameters()), config.optimizer),
         config=config,
         device="cpu",
+        ranks=ranks or OneRank(),
     )
-    return UpdateSteps(rows, parts)
+
+
+def steps_over(rows: TrainableRows, model: PreTrainedModel, normalise: Normaliser, **changes) -> UpdateSteps:
+    return UpdateSteps(rows, parts_of(TrainingConfig(**changes), model, normalise=normalise))
 
 
 def gradient_of(model: PreTrainedModel) -> torch.Tensor:

@@ -28,13 +28,8 @@ from tasks.training.algorithm_config import (
 from tasks.training.algorithms import Algorithms
 from tasks.training.config import LossConfig, OptimizerConfig, TrainingConfig
 from tasks.training.corrections.staleness_mask import StalenessMask
-from tasks.training.forward import PolicyForward
 from tasks.training.learner import Learner
 from tasks.training.model import load_policy
-from tasks.training.normalisers import build_normaliser
-from tasks.training.objective import Objective
-from tasks.training.optimizer import build_optimizer
-from tasks.training.passes import UpdateParts
 from tasks.training.plugins import CORRECTIONS, ESTIMATORS
 from tasks.training.prepared import TrainableRows
 from tasks.training.row import TrainingRow, TurnSpan
@@ -44,7 +39,7 @@ from tasks.training.streaming import BATCH_CORRECTIONS, BATCH_ESTIMATORS, STREAM
 from tests.rank_processes import on_ranks
 from tests.unit.test_tasks_training_model import make_model_directory
 from tests.unit.test_tasks_training_row import make_row
-from tests.unit.test_tasks_training_steps import LOSS_CONFIGS, gradient_of, random_rows
+from tests.unit.test_tasks_training_steps import LOSS_CONFIGS, gradient_of, parts_of, random_rows
 
 # With a large epsilon AdamW's step is proportional to the gradient, so that weights tell gradients apart.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-1, warmup_updates=0, adam_epsilon=1.0, weight_decay=0.0)
@@ -112,14 +107,14 @@ def test_a_streamed_gradient_is_that_of_the_whole_batch(
     whole = TrainingConfig(**changes, max_tokens_per_microbatch=10_000)
     streamed = TrainingConfig(**changes, max_tokens_per_microbatch=budget, streamed=True)
 
-    steps = UpdateSteps(rows, pieces(whole, model))
+    steps = UpdateSteps(rows, parts_of(whole, model))
     corrected = steps.passes.prepare_corrections()
     sums, loss_value, norm = steps.accumulate_gradient(range(len(lengths)), at_start=True)
     gradient, metrics = gradient_of(model), {**sums.read(), **corrected}
 
     order = data.draw(st.permutations(range(len(lengths))))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)))) | {len(lengths)})
-    stream = StreamedSteps(pieces(streamed, model))
+    stream = StreamedSteps(parts_of(streamed, model))
     for start, end in zip([0, *cuts], cuts, strict=False):
         stream.add(chosen(rows, order[start:end]))
         assert all(parameter.grad is None for parameter in model.parameters()), "nothing is left in between"
@@ -134,20 +129,9 @@ def test_a_streamed_gradient_is_that_of_the_whole_batch(
         assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-def pieces(config: TrainingConfig, model: PreTrainedModel) -> UpdateParts:
-    return UpdateParts(
-        forward=PolicyForward(model, config.max_logits_per_chunk),
-        loss=Objective(Algorithms(config)),
-        normalise=build_normaliser(config),
-        optimizer=build_optimizer(list(model.parameters()), config.optimizer),
-        config=config,
-        device="cpu",
-    )
-
-
 def test_a_row_runs_as_soon_as_a_micro_batch_is_full(model: PreTrainedModel) -> None:
     config = TrainingConfig(minibatches=1, streamed=True, normaliser="token_mean", max_tokens_per_microbatch=20)
-    stream = StreamedSteps(pieces(config, model))
+    stream = StreamedSteps(parts_of(config, model))
     rows = random_rows(0, [12, 12, 6], ["maze", "sums", "maze"])
     ran = []
     for row in range(3):
